@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import math
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -127,27 +129,54 @@ def _is_same(first: Any, second: Any) -> bool:
     """Return whether two values that are no tensors are the same, also where Python prints a part of them only."""
     if type(first) is not type(second):
         return False
-    if first is second or isinstance(first, (bool, int, float, complex, str, bytes)):
-        return first is second or repr(first) == repr(second)
+    if first is second or isinstance(first, int):
+        return bool(first == second)
+    if isinstance(first, (float, complex, str, bytes)):
+        return repr(first) == repr(second)
     one, other = _pickled(first), _pickled(second)
-    if one == other and one is not None:
-        return True
+    if one is not None and other is not None:
+        if one[0] == other[0]:
+            return all(_tensor_difference(*pair) is None for pair in zip(one[1], other[1], strict=True))
+        if one[1] or other[1]:
+            return False
     if isinstance(first, (set, frozenset)):
         return bool(first == second)
     # Equal strings of which one is there once, and the other twice, make other pickles.
     text = repr(first)
-    return text == repr(second) and "..." not in text and not (one and one[1])
+    return text == repr(second) and "..." not in text
 
 
-def _pickled(value: Any) -> tuple[bytes, list[bytes]] | None:
+def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]] | None:
+    """Return the pickle of a value without its tensors, and these; None if it cannot be pickled."""
+    import torch
+
+    found: list[torch.Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, part: Any) -> int | None:
+            if not isinstance(part, torch.Tensor):
+                return None
+            found.append(part)
+            return len(found)
+
+    stream = io.BytesIO()
+    try:
+        Pickler(stream).dump(value)
+    except Exception:  # noqa: BLE001 - whatever its class raises
+        return None
+    return stream.getvalue(), found
+
+
+def _is_same_object(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors that are more than their elements are made of the same bytes."""
     from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
 
-    table = StorageTable()
-    try:
-        pickled, _ = pickle_state(value, table)
-    except CheckpointError:
-        return None
-    return pickled, [memory.cpu().numpy().tobytes() for memory in table.memories()]
+    parts = []
+    for tensor in (first, second):
+        table = StorageTable()
+        pickled, _ = pickle_state(tensor, table)
+        parts.append((pickled, [memory.cpu().numpy().tobytes() for memory in table.memories()]))
+    return type(first) is type(second) and parts[0] == parts[1]
 
 
 def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,7 +195,7 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> str | None:
         return f"{described(first)} and {described(second)}"
     is_plain = {type(first), type(second)} <= {torch.Tensor, torch.nn.Parameter}
     if first.is_nested or first.layout != torch.strided or first.is_quantized or not is_plain:
-        return None if _is_same(first, second) else "other values"
+        return None if _is_same_object(first, second) else "other values"
     if first.shape != second.shape or first.is_meta != second.is_meta:
         return f"{described(first)} and {described(second)}"
     if first.is_meta:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import fcntl
 import io
 import json
@@ -492,10 +493,11 @@ def test_diff_and_inspect_take_what_is_more_than_its_elements(
         "meta": torch.empty(3, device="meta"),
         "storage": torch.ones(3).untyped_storage(),
         "odd": odd,
+        "integer": 10**5000,
     }
     Checkpointer(strategy="sync").save(state, tmp_path / "a.ckpt")
     assert main(["diff", "--allow-pickle", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")]) == 0
-    del state["model"]["lazy"]
+    del state["model"]["lazy"], state["integer"]
     Checkpointer(strategy="sync").save(state, tmp_path / "a.ckpt")
     capsys.readouterr()
     assert main(["inspect", "--all", str(tmp_path / "a.ckpt")]) == 0
@@ -523,6 +525,7 @@ def test_diff_sees_what_python_does_not_print(tmp_path: Path, capsys: pytest.Cap
             "set": {f"{number}" for number in range(change)},
             "holder": types.SimpleNamespace(x=numbers),
             "same": types.SimpleNamespace(x=torch.arange(4000.0)),
+            "queue": collections.deque([torch.arange(9.0)[3:], "a"]),
         }
 
     for name, change in (("a", 0), ("b", 40)):
@@ -531,8 +534,15 @@ def test_diff_sees_what_python_does_not_print(tmp_path: Path, capsys: pytest.Cap
     assert main([*trusted, str(tmp_path / "b")]) == 1
     found = json.loads(capsys.readouterr().out)
     assert sorted(found["differ"]) == ["csr", "holder", "quantized", "set", "sparse", "swapped", "texts"]
-    assert found["same"] == 1
+    assert found["same"] == 2
     assert main([*trusted, str(tmp_path / "a")]) == 0
+
+
+def test_diff_takes_a_queue_in_a_file_for_that_in_a_directory(tmp_path: Path) -> None:
+    queue = {"model": {"x": collections.deque([torch.arange(9.0)[3:], "a", 2**70], maxlen=5)}}
+    Checkpointer(strategy="sync").save(queue, tmp_path / "a.ckpt")
+    DirectoryCheckpointer(strategy="sync").save([Part("model", queue["model"], Kind.REPLICATED)], tmp_path / "a")
+    assert main(["diff", "--allow-pickle", str(tmp_path / "a.ckpt"), str(tmp_path / "a")]) == 0
 
 
 def test_diff_takes_what_is_shared_for_what_is_not(tmp_path: Path) -> None:
