@@ -90,7 +90,7 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     target_options = _target_options(options)
     given = local_path(options.target)
     infos: list[CheckpointInfo] = []
-    failures: dict[str, CheckpointError] = {}  # to read some of a directory; the others are taken
+    failures: dict[str, CheckpointError] = {}  # of some of several; the others are taken
     is_many = len(options.sources) > 1
     for source in options.sources:
         closed = len(failures)
@@ -110,9 +110,15 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     with progress(options, "mv" if removes else "cp", _MOVED * sum(info.size for info in infos)):
         for info in infos:
             target = f"{given.rstrip('/')}/{info.name}" if into else given
-            is_new = _transfer(info, target, options.storage_options, target_options, options.force)
-            if removes:
-                _remove(info, target, options.storage_options, target_options)
+            try:
+                is_new = _transfer(info, target, options.storage_options, target_options, options.force)
+                if removes:
+                    _remove(info, target, options.storage_options, target_options)
+            except (CheckpointCorruptedError, CheckpointNotFoundError) as error:
+                if len(infos) == 1 and not failures:
+                    raise
+                failures[info.path] = error  # damaged, or deleted meanwhile
+                continue
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"

@@ -343,6 +343,17 @@ def test_what_a_killed_copy_has_left_goes_when_it_is_made_again(words: str, tmp_
     assert os.listdir(target) == ["a.ckpt"]
 
 
+@pytest.mark.parametrize("verb", ["cp", "mv"])
+def test_what_is_damaged_holds_up_no_copy_of_the_others(verb: str, home: Path, capsys: Capture) -> None:
+    flip_bit(home / "run" / "b.ckpt", 10)
+    assert main([verb, "run", "new", "--json"]) == 1  # a, b, c: the older ones first
+    captured = capsys.readouterr()
+    assert [entry["target"] for entry in json.loads(captured.out)] == ["new/a.ckpt", "new/c"]
+    assert captured.err.count("ckpt: CheckpointCorruptedError") == 1 and str(home / "run" / "b.ckpt") in captured.err
+    assert sorted(os.listdir("new")) == ["a.ckpt", "c"]
+    assert sorted(os.listdir("run")) == (["b.ckpt"] if verb == "mv" else ["a.ckpt", "b.ckpt", "c"])
+
+
 @pytest.mark.parametrize("name", ["a.ckpt", "c"])
 def test_ctrl_c_in_a_copy_leaves_nothing_behind(name: str, home: Path) -> None:
     codes = []
