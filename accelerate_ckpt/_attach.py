@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 from accelerate_ckpt._patches import Patches
-from accelerate_ckpt._state.just_in_time import note_step, save_if_rank_was_lost
+from accelerate_ckpt._state.just_in_time import note_start, note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import load_state
 from accelerate_ckpt._state.save import save_deferred, save_snapshot, save_state
 from accelerate_ckpt._state.session import (
@@ -326,6 +326,9 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     epoch, and would leave out what the script does at the end of one. They are made when the next one begins.
     """
     begins = True
+    for session in live_sessions():
+        if session.saves_alone is None:  # else whoever does that knows when a step begins
+            note_start(session)
     for batch in original(loader):
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}
         rehearsals = [session.rehearsal for session in live_sessions() if session.rehearsal is not None]

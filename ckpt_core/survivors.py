@@ -106,17 +106,19 @@ class Rescue(NamedTuple):
     writers: list[int]
     written: list[Any]
 
-    def notes(self, saver: int, own: str) -> list[str]:
+    def notes(self, saver: int, own: str, *others: str) -> list[str]:
         """Say what of a rank that was lost is not certain; what it has recorded of its steps is left out.
 
         Args:
             saver: This rank.
             own: Name of what each rank has for itself, in what was noted.
+            *others: Names of what else it has for itself.
         """
         found = []
         for rank, names in self.unknown.items():
-            counts = [name for name in names if name == EVERYTHING or name.startswith(f"{own}.")]
+            counts = [name for name in names if name == EVERYTHING or name.split(".")[0] in (own, *others)]
             counts = [name.removeprefix(f"{own}.") for name in counts if not name.startswith(f"{own}.recorder")]
+            counts = list(dict.fromkeys(counts))
             if counts:
                 more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
                 found.append(f"rank {rank} was lost, and continues with {', '.join(counts[:3])}{more} of rank {saver}")
@@ -321,10 +323,20 @@ class Survivors:
         self.last += 1
         try:
             self._put(self.last, data, self.last % _SLOTS)
-            if self.last <= _LOOKS:
-                self._unseen = [other for other in self._unseen if not self._state_of(other)[2]]
+            self._look()
         except OSError as error:
             self._give_up(str(error))
+
+    def note_start(self, state: Any) -> None:
+        """Note what this rank alone has before its first step. Others can follow it from there, and save nothing of it.
+
+        Args:
+            state: As for :meth:`note`; the last one counts.
+        """
+        data = note_of(state)
+        if len(data) <= _MOST_BYTES:
+            with contextlib.suppress(OSError):
+                self._put(0, data, 0)
 
     def note_exchange(self, *parts: Any) -> None:
         """Note, before gradients are exchanged, the parts of the next note that steps change on each rank by itself.
@@ -338,6 +350,11 @@ class Survivors:
         number = self.last + 1
         with contextlib.suppress(OSError):
             self._put(number, note_of(list(parts)), _EXCHANGE + number % _SLOTS)
+            self._look()
+
+    def _look(self) -> None:
+        if self.last <= _LOOKS and self._descriptor is not None:
+            self._unseen = [other for other in self._unseen if not self._state_of(other)[2]]
 
     def _put(self, number: int, data: bytes, slot: int) -> None:
         if self._descriptor is not None:
@@ -529,21 +546,22 @@ class Survivors:
     def _gathered(self, number: int, writers: list[int]) -> Rescue:
         ranks, unknown = [], {}
         for other in range(len(self._paths)):
-            found = self._noted(other, number)
-            if found is None:
-                found, lost = self._taken_over(other, number)
-                if lost:
-                    unknown[other] = lost
+            found, lost = self._taken_over(other, number)
+            if lost:
+                unknown[other] = lost
             ranks.append(found)
         return Rescue(number, ranks, unknown, writers, [])
 
     def _taken_over(self, other: int, number: int) -> tuple[Any, list[str]]:
-        """Return what a rank would have noted that died before it, and the names of what is not certain."""
-        mine, before, theirs = (
-            self._noted(self._rank, number),
-            *(self._noted(r, number - 1) for r in (self._rank, other)),
-        )
-        if theirs is None:
+        """Return what a rank has noted, or would have if it had not died, and the names of what is not certain."""
+        noted = self._noted(other, number)
+        if noted is not None:
+            return noted, []
+        mine, before = (self._noted(self._rank, each) for each in (number, number - 1))
+        if before is None:
+            return mine, [EVERYTHING]
+        theirs, unknown = self._taken_over(other, number - 1)
+        if EVERYTHING in unknown:
             return mine, [EVERYTHING]
         slot = _EXCHANGE + number % _SLOTS
         parts = [(None, None), *zip(*(self._noted(r, number, slot) or [] for r in (other, self._rank)), strict=False)]
@@ -551,7 +569,7 @@ class Survivors:
         for their_part, my_part in parts:
             if their_part is not None:
                 theirs, before = _with(theirs, their_part), _with(before, my_part)
-            lost: list[str] = []
+            lost: list[str] = list(unknown)
             found.append((_follow(theirs, before, mine, "", lost), lost))
         return min(found, key=lambda state_and_lost: len(state_and_lost[1]))
 
@@ -579,7 +597,7 @@ class Survivors:
 
     def _noted(self, rank: int, number: int, slot: int | None = None) -> Any:
         place = _HEAD_BYTES + (number % _SLOTS if slot is None else slot) * _SLOT_BYTES
-        data = self._read(rank, _SLOT_BYTES, place) if number > 0 else b""
+        data = self._read(rank, _SLOT_BYTES, place) if number >= 0 else b""
         if len(data) < _RECORD.size:
             return None
         mark, found, size, check = _RECORD.unpack_from(data)
@@ -646,8 +664,8 @@ def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> A
     return now
 
 
-# what comes of a rank's own data, and is the same on several only by chance
-_NEVER_ALIKE = re.compile(r"\bmetrics\b|\bbuffers\b|\brecorder\b")
+# what comes of a rank's own data, and is the same on several only by chance; of logged values, not where the loop is
+_NEVER_ALIKE = re.compile(r"\bmetrics\b(?!\.connector\.(first_iteration|current_hook))|\bbuffers\b|\brecorder\b")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -323,9 +323,17 @@ class LoaderPositions:
         }
 
     def capture_ahead(self) -> dict[int, Any]:
-        """Capture, by number of the loader, the generators of before what it has fetched ahead."""
-        inside = {number: position for number, position in enumerate(self._all()) if position and position.is_inside}
-        return {number: {"ahead": position.capture_ahead()} for number, position in inside.items()}
+        """Capture, by number of the loader, the generators of before what it has fetched ahead.
+
+        Before the first step of an iteration that trains, all of its position.
+        """
+        positions = ((number, position) for number, position in enumerate(self._all()) if position is not None)
+        return {number: position.capture_ahead() for number, position in positions if position.is_being_used}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is no saved position that no loader has been given."""
+        return not self._is_waited_for()
 
     def _capture(self, position: LoaderPosition, *, as_over: bool) -> dict[str, Any]:
         history = {

@@ -82,6 +82,7 @@ class LoaderPosition:
         self._division = Division(self._internals, self._tracker, world_size)
         self._internals.before_iterator(self._make_iterator)
         self._iteration_number = 0
+        self._captured = 0  # the last iteration of which others know what it has begun with
         self._phase = BETWEEN
         self._made = False
         self._steps = 0
@@ -312,8 +313,23 @@ class LoaderPosition:
             **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
         }
 
+    @property
+    def is_being_used(self) -> bool:
+        """Whether the script is in the middle of an iteration, and uses the batch that it has."""
+        is_used = self._opening is None or not self._opening.is_unused(self._run.uses)
+        return self._phase == INSIDE and is_used and not self.is_finished
+
     def capture_ahead(self) -> dict[str, Any]:
-        """Capture the generators of the moment before the next batch was fetched."""
+        """Capture the generators of the moment before the next batch was fetched; in an iteration at first, all of it.
+
+        What an iteration begins with, each rank has for itself.
+        """
+        if self._captured == self._iteration_number:
+            return {"ahead": self._capture_moment()}
+        self._captured = self._iteration_number
+        return self._capture_inside()
+
+    def _capture_moment(self) -> dict[str, Any]:
         moment = self._moment_ahead()
         return {"rng": _encode(moment.rng), "dataset_generators": dict(moment.dataset_generators)}
 
@@ -325,7 +341,7 @@ class LoaderPosition:
     def _capture_inside(self) -> dict[str, Any]:
         return {
             "pass": self._tracker.capture(self._moment_ahead().mark, self._steps * self._internals.fetches),
-            "ahead": self.capture_ahead(),
+            "ahead": self._capture_moment(),
             "begun": {"rng": _encode(self._first_rng), "dataset_generators": self._begun_generators},
         }
 

@@ -47,15 +47,34 @@ _hooked: list[bool] = []
 _kept: list[Any] = []  # the Accelerator, until training is over: a local of a function that raises is gone at the end
 
 
+def note_start(session: Session) -> None:
+    """Note what this rank alone has before it trains, when the script begins to iterate over a loader.
+
+    Not where the ranks have to meet first, which may be at different loaders.
+    """
+    if session.world_size == 1 or wait_seconds_of(session.config.just_in_time) is None or session.work_done[0]:
+        return
+    if session.just_in_time is None:
+        is_ready = session.accelerator._models and session.accelerator._optimizers and torch.is_grad_enabled()
+        if not is_ready or is_remote(directory_of_run(session)) or _problem_of(session) is not None:
+            return  # which the first step says
+        session.just_in_time = JustInTime(session)
+    session.just_in_time.note_start()
+
+
 def note_step(session: Session) -> None:
     """Note what this rank alone has, after the body of the training loop."""
     if session.world_size == 1 or wait_seconds_of(session.config.just_in_time) is None:
         return
+    is_first = session.just_in_time is None or not session.just_in_time.has_noted
+    problem = _problem_of(session) if is_first else None
+    if problem is not None:
+        session.tell_once("just-in-time", no_rescue(problem))
+        just_in_time, session.just_in_time = session.just_in_time, None
+        if just_in_time is not None:
+            just_in_time.close(remove=True)
+        return
     if session.just_in_time is None:
-        problem = _problem_of(session)
-        if problem is not None:
-            session.tell_once("just-in-time", no_rescue(problem))
-            return
         just_in_time = JustInTime(session)
         if not just_in_time.meets():
             just_in_time.close(remove=True)
@@ -145,6 +164,20 @@ class JustInTime:
         if self._survivors.is_rank_gone():
             self.rescue(RankFailedError("another rank is gone"))
 
+    @property
+    def has_noted(self) -> bool:
+        """Whether this rank has noted a step."""
+        return self._survivors.last > 0
+
+    def note_start(self) -> None:
+        """Note the state before this rank trains."""
+        session = self._session
+        if not session.data.is_settled:
+            return
+        state = self._state()
+        state["own"] |= {"gradients": None, "window_open": False}  # as after a step, inside of no window
+        self._survivors.note_start(state)
+
     def step_is_done(self) -> None:
         """Note the state; what may have been raised in the step, the script has caught."""
         self._is_over = False
@@ -153,26 +186,29 @@ class JustInTime:
     def note(self) -> None:
         """Note the state after a step, unless it is inside of an accumulation window."""
         session = self._session
-        accelerator = session.accelerator
         if session.window_is_open or session.local_sgd.active or session.uneven:
             return
-        self._survivors.note(
-            {
-                "own": rank_state(session, variables=False),
-                "schedulers": [item.state_dict() for item in accelerator._schedulers],
-                "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-                "custom": [item.state_dict() for item in accelerator._custom_objects],
-                "step": session.step,
-            }
-        )
+        self._survivors.note(self._state())
         versions = self._parameter_versions()
         if self._buffers.take() or versions != self._versions:
             self._since = self._survivors.last
         self._versions, self._step = versions, session.step
 
+    def _state(self) -> dict[str, Any]:
+        session = self._session
+        accelerator = session.accelerator
+        return {
+            "own": rank_state(session, variables=False),
+            "schedulers": [item.state_dict() for item in accelerator._schedulers],
+            "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+            "custom": [item.state_dict() for item in accelerator._custom_objects],
+            "step": session.step,
+        }
+
     def backward_begins(self) -> None:
         """The gradients will be exchanged: note what the step has drawn, and its statistics."""
         session = self._session
+        session.data.uses.note()  # the batch is used
         if not session.accelerator.sync_gradients or session.local_sgd.active or session.uneven:
             return
         own: dict[str, Any] = {"data": {"rng": RngState.capture().encode()}}
@@ -297,7 +333,7 @@ class JustInTime:
             return
         reports = {rank: report for written in rescue.written for rank, report in written["reports"].items()}
         metadata = metadata_of(session, target)
-        metadata[FORMAT]["not_exact"] += [*rescue.notes(session.rank, "own"), *self._not_exact]
+        metadata[FORMAT]["not_exact"] += [*rescue.notes(session.rank, "own", "custom"), *self._not_exact]
         try:
             if any(written["target"] != target for written in rescue.written):
                 raise RankFailedError(

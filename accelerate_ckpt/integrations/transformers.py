@@ -48,7 +48,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accelerate_ckpt._attach import attach
 from accelerate_ckpt._private.trainers import trainer_being_made
-from accelerate_ckpt._state.just_in_time import note_step, save_if_rank_was_lost
+from accelerate_ckpt._state.just_in_time import note_start, note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest_usable
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, load_model
@@ -315,6 +315,7 @@ class ResumableCallback(TrainerCallback):
         for loader in [loader for loader in loaders if loader is not train_dataloader]:
             position = data.find(loader)
             if position is not None:
+        note_start(self._session)
                 position.release()
         loaders[:] = [loader for loader in loaders if loader is train_dataloader]
 

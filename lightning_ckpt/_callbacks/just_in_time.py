@@ -33,6 +33,7 @@ class JustInTime:
         self._survivors = Survivors(directory, trainer.global_rank, trainer.world_size, session, wait_seconds)
         self._buffers = BufferCopies([trainer.lightning_module])
         self._versions = 0
+        self._versions_at_start: int | None = self._parameter_versions()
         state.at_moment = self._note
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, ShardedCheckpointIO):
@@ -70,6 +71,13 @@ class JustInTime:
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def _note(self) -> None:
+        if self._versions_at_start is not None:
+            if self._parameter_versions() == self._versions_at_start:  # what it was resumed from is saved already
+                own = self._state.capture_alone(is_start=True)
+                if own is not None:
+                    self._survivors.note_start(own)
+                return
+            self._versions_at_start = None
         own = self._state.capture_alone()
         if own is not None:
             self._survivors.note(own)

@@ -372,19 +372,23 @@ class ExactState(Live):
         phase, _, redo = self._phase()
         return redo or phase == "validation"
 
-    def capture_alone(self) -> dict[str, Any] | None:
+    def capture_alone(self, *, is_start: bool = False) -> dict[str, Any] | None:
         """Return the exact state of this rank for a note, without the others; None inside of an accumulation window.
 
-        It is asked for at each step. Generators of validation loaders are those that were there when the epoch began,
+        At the start, with which others only compare what comes after the first window, it is without gradients. It is
+        asked for at each step. Generators of validation loaders are those that were there when the epoch began,
         and after the last validation.
         """
         resumes = self._loaded is not None or self._resume.awaits_training_state
         counts = self._internals.counts()["batch"]
         # a batch that was trained on, and whose last hooks run, is complete for what a resume does with it
         batches = counts["completed"] + (counts["completed"] < counts["processed"] == counts["ready"])
-        if resumes or self._is_inside or self._open_gradients or self._window_open(batches):
+        is_open = self._open_gradients or self._window_open(batches)
+        if resumes or self._is_inside or (is_open and not is_start):
             return None
         own = self._capture_rank(looks=False)
+        if is_start:
+            own["per_rank"]["gradients"] = {}
         if self._begun is None or self._begun[0] is not self._epoch.begun:
             self._begun = self._epoch.begun, Noted(own["per_rank"]["epoch_begun"])
         own["per_rank"]["epoch_begun"] = self._begun[1]

@@ -37,10 +37,10 @@ TRAINING = """
     while step < 12:
         for batch in data:
             loss = model(batch).pow(2).mean()
-            if step == kill and rank == 0:
+            if step == kill and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.backward(loss)
-            if step == exchanged - 1 and rank == 0:
+            if step == exchanged - 1 and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             optimizer.zero_grad()
@@ -121,7 +121,7 @@ HSDP = """
     tell(losses=losses, lr=scheduler.get_last_lr())
     accelerator.end_training()
 """
-NEVER: dict[str, Any] = {"exchanged": -1, "saves": -1, "gathers": False, "options": {}}
+NEVER: dict[str, Any] = {"victim": 0, "exchanged": -1, "saves": -1, "gathers": False, "options": {}}
 REFUSED = """
     attach(accelerator, "sharded", just_in_time=True)
     train(3)
@@ -140,6 +140,23 @@ def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path, exchanged:
     assert killed[1].error == "RuntimeError"  # of gloo
     resumed = run("run", -1)
     assert [result.told["resumed"] for result in resumed] == [7, 7]
+    assert [result.told["inexact"] for result in resumed] == [[], []]
+    assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_before_its_first_note_of_a_start(ranks: Ranks, tmp_path: Path, victim: int) -> None:
+    def run(name: str, **more: Any) -> list[RankResult]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        names = {**NEVER, "folder": str(tmp_path / name), "kill": -1, "victim": victim, **more}
+        return ranks.run(TRAINING, 2, **names)
+
+    whole = run("whole")
+    for step in (1, 2):  # in the first step of a run, and of one that is resumed
+        run("run", exchanged=step)
+        assert f"checkpoint_{step}" in [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    resumed = run("run")
+    assert [result.told["resumed"] for result in resumed] == [2, 2]
     assert [result.told["inexact"] for result in resumed] == [[], []]
     assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
 

@@ -79,6 +79,26 @@ def test_what_a_rank_had_no_time_to_note_is_taken_over_where_both_were_alike() -
     assert Rescue(1, [], {2: ["own.rng", "own.recorder.x", "shared"]}, [], []).notes(0, "own") == [
         "rank 2 was lost, and continues with rng of rank 0"
     ]
+    several = Rescue(1, [], {2: ["own.rng", "own.rng", "custom.0.seen", "shared"]}, [], [])
+    assert several.notes(0, "own", "custom") == ["rank 2 was lost, and continues with rng, custom.0.seen of rank 0"]
+
+
+def test_a_rank_that_has_noted_no_step_is_followed_from_its_start(tmp_path: Path) -> None:
+    mine, other = (Survivors(str(tmp_path / "saved"), rank, 2, "run") for rank in range(2))
+    for rank, each in enumerate((mine, other)):
+        each.note_start({"seed": rank, "rng": 10 * rank, "batch": 0})
+        each.note_exchange({"rng": 10 * rank + 1})
+    assert (mine.last, mine._noted(1, 0)["seed"]) == (0, 1)
+    assert mine._writers({0: None}) == (None, [])  # of a start nothing is saved
+    mine.note({"seed": 0, "rng": 1, "batch": 1})
+    assert mine._taken_over(1, 1) == ({"seed": 1, "rng": 11, "batch": 1}, [])
+    mine.note({"seed": 0, "rng": 1, "batch": 2})  # at the end of an epoch, before another exchange
+    assert mine._taken_over(1, 2) == ({"seed": 1, "rng": 11, "batch": 2}, [])
+    for batch in range(3, 7):
+        mine.note({"seed": 0, "rng": 1, "batch": batch})
+    assert mine._taken_over(1, 6)[1] == ["all that it had"]
+    for each in (mine, other):
+        each.close(remove=True)
 
 
 def test_what_another_run_has_noted_or_a_kill_has_torn_does_not_count(tmp_path: Path) -> None:

@@ -56,6 +56,31 @@ def test_rank_1_is_killed_between_the_exchange_of_gradients_and_its_note(job: Jo
     assert [result["warnings"] for result in resumed] == [[], []]
 
 
+@pytest.mark.parametrize("every", [2, 3], ids=["within an epoch", "at the end of an epoch"])
+def test_rank_1_is_killed_before_its_first_note_of_a_resumed_start(job: Job, tmp_path: Path, every: int) -> None:
+    spec = {"settings": {**SETTINGS, "every_n_train_steps": every}, "own_generators": True}
+    (tmp_path / "whole").mkdir()
+    whole = job.run(tmp_path / "whole", "whole", **spec)
+    first = [[rank, "SIGKILL", "on_before_optimizer_step", every + 1] for rank in range(2)]
+    job.run(tmp_path, "first", **spec, signals=first, killed=[0, 1])
+    # again, in its first step, and after its gradients are with the other one
+    job.run(tmp_path, "second", **spec, signals=[[1, "SIGKILL", "on_before_optimizer_step", 1]], killed=[1], seed=76)
+    resumed = job.run(tmp_path, "resumed", **spec, seed=77)
+    saved = str(tmp_path / "saved" / f"just-in-time-step={every + 1}.ckpt")
+    assert [result["ckpt_path"] for result in resumed] == [saved] * 2
+    assert [result["warnings"] for result in resumed] == [[], []]
+    assert [result["weights"] for result in resumed] == [result["weights"] for result in whole]
+
+
+def test_a_rank_that_fails_in_each_first_step_makes_no_newer_checkpoint(job: Job, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"settings": {**SETTINGS, "every_n_train_steps": 2, "resume_attempts": 2, "save_top_k": -1}}
+    job.run(tmp_path, "first", **spec, signals=[[rank, "SIGKILL", START, 6] for rank in range(2)], killed=[0, 1])
+    for _ in range(3):
+        (found, _) = job.run(tmp_path, "again", **spec, signals=[[1, "raise", START, 1]])
+    assert sorted(path.name for path in (tmp_path / "saved").glob("*.ckpt")) == ["step=2.ckpt", "step=4.ckpt"]
+    assert found["ckpt_path"] == str(tmp_path / "saved" / "step=2.ckpt")  # the newer one was stepped over
+
+
 def test_a_survivor_is_told_to_end_while_no_collective_waits(job: Job, tmp_path: Path) -> None:
     signals = [[1, "SIGKILL", START, 5], [0, "SIGTERM and wait", START, 5]]  # as launchers do when a rank has died
     check_resumes(job, tmp_path, 2, signals=signals, killed=[1], trainer={"accumulate_grad_batches": 2}, answers=1e6)
