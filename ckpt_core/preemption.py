@@ -232,7 +232,8 @@ class EndWatch:
         rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         store: Store | None = None if ranks is None else ranks.store
         store = None if store is None else PrefixStore("preemption", store)
-        self._meeting = Meeting(store, rank, world_size, is_rank_gone=is_rank_gone)
+        find_dead = list if ranks is None else ranks.find_dead
+        self._meeting = Meeting(store, rank, world_size, is_rank_gone=lambda: is_rank_gone() or len(find_dead()) > 0)
         self._notices = Notices(preemption, self._meeting.ask)
         self._signals = SignalNotes(preemption.signals, self._meeting.ask)
         self._steps = 0

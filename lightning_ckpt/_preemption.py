@@ -126,7 +126,9 @@ class _Between(Live):
             self._terminate(exit_status(reasons))
 
     def _is_rank_gone(self) -> bool:
-        return any(getattr(callback, "is_rank_gone", False) for callback in self._trainer.callbacks)
+        endings = self._start.endings
+        is_over = endings is not None and endings.is_rank_gone()
+        return is_over or any(getattr(callback, "is_rank_gone", False) for callback in self._trainer.callbacks)
 
     def _close(self) -> None:
         vars(self._trainer).pop(_ATTRIBUTE, None)

@@ -43,6 +43,11 @@ class Endings:
                 time.sleep(0.05)
         return bool(crashed)
 
+    def is_rank_gone(self) -> bool:
+        """Whether the process of another rank is over; of one on another machine, nobody knows. Any thread may ask."""
+        keys = [f"process/{other}" for other in self._others]
+        return any(lives(json.loads(self._store.get(key))) is False for key in keys if self._store.has(key))
+
     def _is_accounted_for(self, rank: int) -> bool:
         if self._store.has(f"told/{rank}"):
             return True

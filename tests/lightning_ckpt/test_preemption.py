@@ -176,6 +176,15 @@ def test_a_run_that_is_told_to_end_after_its_last_batch_ends(
         assert [result["weights"] for result in resumed] == [result["weights"] for result in ended]
 
 
+def test_a_rank_that_is_told_beside_a_dead_one_ends(job: Job, tmp_path: Path) -> None:
+    # those who wait for an answer of the dead one do so for days
+    signals = [[1, "SIGKILL", "on_test_batch_start", 1], [0, "SIGTERM and wait", "on_test_batch_start", 1]]
+    (ended,) = job.run(
+        tmp_path, "ended", trainer={"max_steps": 2}, then=["test"], signals=signals, killed=[1], answers=1e6
+    )
+    assert (ended["raised"], ended["status"]) == ("SIGTERMException", 143)
+
+
 def test_a_trial_of_a_tuner_is_not_saved_as_if_it_were_the_run(job: Job, tmp_path: Path) -> None:
     settings = {"every_n_epochs": 50, "preempt": {"signals": [], "deadline": 0.001, "look_every": 0.01}}
     finder = {"num_training_steps": 4, "attr_name": "lr"}
