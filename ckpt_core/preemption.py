@@ -44,7 +44,7 @@ class Preemption:
         deadline: Seconds from now, or a time (without a zone: local time), also as text (``"2026-11-22T04:00"``).
             Leave room for a step and a save.
         notice: A file that appears, or a function without arguments that returns whether to end, called on a thread;
-            both on one rank are enough.
+            both on one rank are enough. What it raises is logged the first time, and it is called again.
         look_every: Seconds between two looks at the clock and the notice.
 
     Raises:
@@ -66,6 +66,8 @@ class Preemption:
         check_preemption(given)
         object.__setattr__(self, "signals", check_signals(self.signals))
         object.__setattr__(self, "ends_at", check_deadline(self.deadline))
+        if self.ends_at is not None and self.ends_at <= time.time():
+            logger.warning("the deadline %s is over: this run saves after its first step, and ends", self.deadline)
 
     @classmethod
     def of(cls, value: Any) -> Preemption | None:
@@ -119,6 +121,7 @@ class Notices:
         if preemption.ends_at is not None or preemption.notice is not None:
             threading.Thread(target=self._watch, name="ckpt-notices", daemon=True).start()
 
+        self._has_failed = False
     def close(self) -> None:
         """Look no longer."""
         self._closed.set()
@@ -140,8 +143,14 @@ class Notices:
         try:
             return bool(notice()) if callable(notice) else os.path.exists(notice)
         except Exception:
-            logger.exception("could not ask whether this run is to end: asked no more")
-            self.close()
+            if not self._has_failed:  # a network that is away for a moment, or a mistake: nobody wants to read it often
+                logger.exception(
+                    "preempt: %r could not say whether this run is to end; it is asked again every %g s, and this is "
+                    "said once",
+                    notice,
+                    self._preemption.look_every,
+                )
+            self._has_failed = True
             return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import queue
 import signal
 import threading
 import time
@@ -68,7 +69,7 @@ def test_deadlines_are_seconds_or_times() -> None:
     assert before + 60 <= ends_at <= time.time() + 60
 
 
-def test_a_notice_comes_once_and_a_question_that_fails_is_asked_no_more(tmp_path: Path) -> None:
+def test_a_notice_comes_once(tmp_path: Path) -> None:
     came: list[str] = []
     arrived = threading.Event()
 
@@ -82,15 +83,29 @@ def test_a_notice_comes_once_and_a_question_that_fails_is_asked_no_more(tmp_path
     assert arrived.wait(SECONDS)
     notices.close()
     assert came == ["a notice"]
+
+
+def test_a_deadline_that_is_over_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    Preemption(deadline="2020-01-01T04:00")
+    assert "the deadline 2020-01-01T04:00 is over: this run saves after its first step" in caplog.text
+
+
+@pytest.mark.parametrize(("deadline", "reason"), [(None, "a notice"), (0.1, "its deadline")])
+def test_a_question_that_fails_is_asked_again_and_ends_no_other_watch(
+    caplog: pytest.LogCaptureFixture, deadline: float | None, reason: str
+) -> None:
     asked: list[int] = []
+    came: queue.Queue[str] = queue.Queue()
 
     def fails() -> bool:
         asked.append(1)
-        raise OSError("no network")
+        if len(asked) < 4 or deadline is not None:
+            raise OSError("no network")
+        return True
 
-    Notices(Preemption(notice=fails, look_every=0.001), ask)
-    time.sleep(0.1)
-    assert (asked, came) == ([1], ["a notice"])
+    Notices(Preemption(notice=fails, deadline=deadline, look_every=0.01), came.put)
+    assert came.get(timeout=SECONDS) == reason
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("no network",)]
 
 
 def test_there_is_no_thread_without_a_deadline_or_notice() -> None:
