@@ -24,12 +24,15 @@ from ckpt_core.paths import StrPath
 from ckpt_core.ranks import Meeting, RankGroup
 from ckpt_core.threads import Latch
 
-__all__ = ["EXIT_NOTICE", "End", "EndWatch", "Notices", "Preemption", "SignalNotes", "exit_status"]
+__all__ = ["EXIT_NOTICE", "NOT_SAVED", "End", "EndWatch", "Notices", "Preemption", "SignalNotes", "exit_status"]
 
 logger = logging.getLogger(__name__)
 
 #: Exit status of a run that ended at its deadline or on a notice: ``EX_TEMPFAIL``, "try again later".
 EXIT_NOTICE = 75
+
+#: What is said, with the error, when the last save of a run that is to end has failed.
+NOT_SAVED = "no checkpoint could be saved before this run ends, and the next start resumes from the one before"
 
 _DEADLINE = "its deadline"
 _NOTICE = "a notice"
@@ -118,10 +121,10 @@ class Notices:
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
         self._preemption, self._ask = preemption, ask
         self._closed = Latch()
+        self._has_failed = False
         if preemption.ends_at is not None or preemption.notice is not None:
             threading.Thread(target=self._watch, name="ckpt-notices", daemon=True).start()
 
-        self._has_failed = False
     def close(self) -> None:
         """Look no longer."""
         self._closed.set()

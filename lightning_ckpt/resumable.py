@@ -23,7 +23,7 @@ from ckpt_core.option_checks import check_count, check_options, check_path, chec
 from ckpt_core.paths import is_remote
 from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
-from ckpt_core.preemption import Preemption
+from ckpt_core.preemption import NOT_SAVED, Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.survivors import no_rescue, wait_seconds_of
 from ckpt_core.tiers import MEMORY_ROOT, MemoryTier
@@ -760,8 +760,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 self._saved_by_this_trigger = self._last_checkpoint_saved = path
                 self._save_last_checkpoint(trainer, candidates)
             self._wait_until_durable(trainer)
-        except CheckpointError:
-            logger.exception("no checkpoint could be saved before this run ends")
+        except CheckpointError as error:
+            logger.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
             return
         self._is_ending = True
         self._remove_on_rank_0(trainer, lambda: self._older(trainer, _PREEMPTED, path))

@@ -116,7 +116,16 @@ EXPORTED = {
         "rules_of_words",
         "to_delete",
     },
-    "ckpt_core.preemption": {"EXIT_NOTICE", "End", "EndWatch", "Notices", "Preemption", "SignalNotes", "exit_status"},
+    "ckpt_core.preemption": {
+        "EXIT_NOTICE",
+        "NOT_SAVED",
+        "End",
+        "EndWatch",
+        "Notices",
+        "Preemption",
+        "SignalNotes",
+        "exit_status",
+    },
     "ckpt_core.resume": {"ResumeAttempts", "ResumePoint", "folder_of_run", "newest_to_resume", "only_checkpoints"},
     "ckpt_core.storage": {
         "MANIFEST_NAME",

@@ -18,7 +18,7 @@ from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt.config import OptionError
 from ckpt_core import RankGroup
 from ckpt_core.errors import CheckpointError
-from ckpt_core.preemption import End, EndWatch, Preemption, SignalNotes
+from ckpt_core.preemption import NOT_SAVED, End, EndWatch, Preemption, SignalNotes
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ class PreemptionWatch:
             with failures_of_trackers_logged():
                 session.tell_trackers()
             session.finish()
-        except CheckpointError:
-            log.exception("no checkpoint could be saved before this run ends")
+        except CheckpointError as error:
+            log.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
             if session.memory is not None:
                 session.memory.leave()
         else:

@@ -38,7 +38,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import transformers
 from torch.utils.data import SequentialSampler
@@ -60,6 +60,7 @@ from accelerate_ckpt.config import OptionError
 from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
+from ckpt_core.preemption import NOT_SAVED
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
@@ -278,13 +279,21 @@ class ResumableCallback(TrainerCallback):
         if self._ends_with is None:
             return
         # Here rather than by the Trainer's own stop, after which it and the script continue as if training were over.
-        self._finish()
+        try:
+            self._finish()
+        except CheckpointError as error:
+            self._end(self._ends_with, error)
         figures = self._session.report.new_metrics()
         if figures:
             with failures_of_trackers_logged():
                 self._trainer.log(figures)
+        self._end(self._ends_with)
+
+    def _end(self, status: int, failure: CheckpointError | None = None) -> NoReturn:
+        if failure is not None:
+            log.error("%s: %s", NOT_SAVED, failure)
         self._session.ended_as_told()
-        raise SystemExit(self._ends_with)
+        raise SystemExit(status)
 
     def _finish(self) -> None:
         """Wait for the background; all ranks together."""
@@ -306,6 +315,7 @@ class ResumableCallback(TrainerCallback):
         rng, self._rng = self._rng, None
         if rng is not None:
             rng.restore()
+        note_start(self._session)
 
     def on_evaluate(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         # Each evaluation prepares a new loader, which Accelerate never lets go of: it does not belong into checkpoints.
@@ -315,7 +325,6 @@ class ResumableCallback(TrainerCallback):
         for loader in [loader for loader in loaders if loader is not train_dataloader]:
             position = data.find(loader)
             if position is not None:
-        note_start(self._session)
                 position.release()
         loaders[:] = [loader for loader in loaders if loader is train_dataloader]
 
@@ -345,6 +354,14 @@ class ResumableCallback(TrainerCallback):
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
+        try:
+            self._save()
+        except CheckpointError as error:
+            if self._ends_with is None:
+                raise
+            self._end(self._ends_with, error)
+
+    def _save(self) -> None:
         trainer, session = self._trainer, self._session
         state = trainer.state
         trainer.store_flos()

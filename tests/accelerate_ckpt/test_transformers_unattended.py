@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="the optional extra is
 
 from accelerate_ckpt._state.session import close_sessions  # noqa: E402
 from accelerate_ckpt.integrations.transformers import ResumableCallback  # noqa: E402
+from ckpt_core.preemption import NOT_SAVED  # noqa: E402
 from tests.accelerate_ckpt.test_transformers import (  # noqa: E402
     STEPS_PER_EPOCH,
     assert_same,
@@ -24,6 +25,7 @@ from tests.accelerate_ckpt.test_transformers import (  # noqa: E402
 )
 from tests.conftest import ACCELERATE  # noqa: E402
 from tests.support.accelerate_ranks import RankResult, Ranks  # noqa: E402
+from tests.support.filling import fill  # noqa: E402
 
 
 class Sends(transformers.TrainerCallback):
@@ -67,6 +69,31 @@ def test_a_preempted_run_resumes_exactly(tmp_path: Path, stop: int) -> None:
     assert resumed.accelerator.resumed.step == stop + 1
     assert_same(weights(resumed), weights(whole))
     assert logged(resumed) == logged(whole)
+
+
+class Fills(transformers.TrainerCallback):
+    def __init__(self, step: int, directory: Path) -> None:
+        self.step, self.directory = step, directory
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            fill(self.directory)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_a_run_whose_last_save_fails_ends_as_it_was_told(
+    small_filesystem: Path, caplog: pytest.LogCaptureFixture, strategy: str
+) -> None:
+    trainer = trainer_for(small_filesystem / "run", callback=False, save_steps=2)
+    ResumableCallback(trainer, strategy, resume="auto", preempt="SIGUSR2")
+    trainer.add_callback(Sends(2, signal.SIGUSR2))
+    trainer.add_callback(Fills(2, small_filesystem))
+    with pytest.raises(SystemExit) as end:
+        trainer.train()
+    assert end.value.code == 128 + signal.SIGUSR2
+    assert saved(small_filesystem / "run") == ["checkpoint-2"]
+    (said,) = [record.getMessage() for record in caplog.records if NOT_SAVED in record.getMessage()]
+    assert "No space left on device" in said and "checkpoint-3" in said
 
 
 LOSS = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib
 import logging
 import os
@@ -18,6 +16,7 @@ from torch.utils.data import DataLoader
 from ckpt_core.small_states import SMALL_STATE_BYTES
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt.io import AsyncCheckpointIO
+from tests.support.filling import fill
 
 try:
     from lightning.pytorch import Callback
@@ -92,30 +91,6 @@ def trainer_of(folder: Path, callbacks: list[Any], *, package: str = "lightning.
         "default_root_dir": folder,
     }
     return importlib.import_module(package).Trainer(callbacks=callbacks, **{**settings, **options})
-
-
-def fill(directory: Path) -> Path:
-    """Leave no room on the filesystem; delete the file that is returned to have it back."""
-    path = directory / "filler"
-    with path.open("wb", buffering=0) as file:
-        for size in (2**16, 2**12, 1):
-            with contextlib.suppress(_FullError):
-                while True:
-                    _write(file, b"x" * size)
-    return path
-
-
-class _FullError(Exception):
-    pass
-
-
-def _write(file: Any, data: bytes) -> None:
-    try:
-        file.write(data)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise _FullError from error
 
 
 def wait_until(condition: Any) -> None:
