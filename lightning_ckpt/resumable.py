@@ -18,6 +18,7 @@ from weakref import proxy
 import torch
 
 from ckpt_core import CheckpointInfo
+from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointError
 from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, one_of, or_none
 from ckpt_core.paths import is_remote
@@ -249,6 +250,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
         self._resumed: ResumePoint | None = None
+        self._last_found: list[CheckpointInfo] | None = None  # by ckpt_path="last" of the fit that begins
         self._preemption = Preemption.of(preempt)
         self._is_ending = False
         self._auto = AutoResume(resume_attempts) if resume == "auto" else None
@@ -313,6 +315,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 _warn_again(each)
         if self._auto is not None and stage == "fit":
             self._auto.begin(trainer)
+        if stage != "fit":
+            self._last_found = None  # was not for a fit
         if stage == "fit":
             self._is_ending = False
             self._has_trained = True
@@ -479,10 +483,15 @@ class ResumableCheckpoint(ModelCheckpointBase):
         elif plugin.memory is not None:
             problem = "another callback of this Trainer takes some already"
         self._memory = MemorySnapshots.begin(tier, trainer, problem, "step={}" + self.FILE_EXTENSION)
-        if self._memory is not None and self._auto is not None and self._auto.asked:
-            found = self._memory.newest(self.FILE_EXTENSION, is_training_state)
-            if found is not None and self._auto.is_newer(found):
-                resume_from(trainer, found.path)
+        last, self._last_found = self._last_found, None
+        auto = self._auto if self._auto is not None and self._auto.asked else None
+        if self._memory is None or (auto is None and last is None):
+            return
+        found = self._memory.newest(self.FILE_EXTENSION, is_training_state)
+        if found is not None and (
+            auto.is_newer(found) if auto is not None else newest_first([found, *(last or [])])[0] == found
+        ):
+            resume_from(trainer, found.path)
 
     def _end_memory(self, *, keep: bool) -> None:
         memory, self._memory = self._memory, None
@@ -862,6 +871,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         """Return the newest checkpoint of the directory that verifies, whatever its name."""
         directory = checkpoint_directory(self, trainer)
         found = self.newest(trainer)
+        self._last_found = [] if found is None else [found]
         is_local = not is_remote(directory) and self._lookup.tiers is None
         if found is None:
             left = left_in_another_version(directory) if self.dirpath is None else None

@@ -30,26 +30,30 @@ def run(job: Job, directory: Path, name: str, memory: Path, **spec: Any) -> list
         (memory / str(machine)).mkdir(exist_ok=True)
         if not (place / "memory").is_symlink():
             (place / "memory").symlink_to(memory / str(machine))
-    settings = {"every_n_train_steps": 4, "resume": "auto", "memory_every_n_steps": 1}
+    settings: dict[str, Any] = {"every_n_train_steps": 4, "memory_every_n_steps": 1}
     settings["memory_dir"] = "/proc/self/cwd/memory"
+    if "resume" not in spec:
+        settings["resume"] = "auto"
     trainer = {"devices": 1, "num_nodes": 2}
     return job.run(directory, name, **{"machines": True, "settings": settings, "trainer": trainer, **spec})
 
 
 @pytest.mark.parametrize(
-    ("io", "lost"),
+    ("io", "lost", "resume"),
     [
-        ("AsyncCheckpointIO", 0),
-        pytest.param("AsyncCheckpointIO", 1, marks=pytest.mark.slow),
-        pytest.param("ShardedCheckpointIO", 0, marks=pytest.mark.slow),
-        pytest.param("ShardedCheckpointIO", 1, marks=pytest.mark.slow),
+        ("AsyncCheckpointIO", 0, {}),
+        ("AsyncCheckpointIO", 0, {"resume": "last"}),
+        pytest.param("AsyncCheckpointIO", 1, {}, marks=pytest.mark.slow),
+        pytest.param("ShardedCheckpointIO", 0, {}, marks=pytest.mark.slow),
+        pytest.param("ShardedCheckpointIO", 1, {"resume": "last"}, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_what_a_lost_machine_had_in_memory_comes_from_the_other_one(
-    job: Job, tmp_path: Path, memory: Path, io: str, lost: int
+    job: Job, tmp_path: Path, memory: Path, io: str, lost: int, resume: dict[str, str]
 ) -> None:
     signals = [[rank, "SIGKILL", START, 8] for rank in range(2)]
-    saves = {"io": io, "io_settings": {"mode": "sync"} if io == "ShardedCheckpointIO" else {}}
+    saves = {"io": io, "io_settings": {"mode": "sync"} if io == "ShardedCheckpointIO" else {}, **resume}
     run(job, tmp_path, "killed", memory, **saves, signals=signals, killed=[0, 1])
     shutil.rmtree(memory / str(lost))
     resumed = run(job, tmp_path, "resumed", memory, **saves)
