@@ -43,3 +43,21 @@ def test_tiers_lose_a_step_or_less_than_their_own_interval() -> None:
     assert memory.lost / memory.failures < 10
     assert in_time.lost / in_time.failures < 2
     assert memory.stalls > plain.stalls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "0"], "a run has at least 1 rank, not 0"),
+        (["--stall", "-1"], "must not be below 0"),
+        (["--rank-mtbf-hours", "0"], "must be above 0"),
+        (["--restart", "inf"], "infinite"),
+    ],
+)
+def test_figures_that_no_job_has_are_refused(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["goodput.py", *arguments])
+    with pytest.raises(SystemExit):
+        goodput.main()
+    assert words in capsys.readouterr().err

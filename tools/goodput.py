@@ -189,15 +189,38 @@ def _plot(found: dict[int, dict[str, Outcome]], path: str) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def _numbers_of_ranks(text: str) -> list[int]:
+    ranks = [int(number) for number in text.split(",")]
+    if min(ranks) < 1:
+        raise argparse.ArgumentTypeError(f"a run has at least 1 rank, not {min(ranks)}")
+    return ranks
+
+
+def _not_below_0(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must not be below 0 or infinite: {text}")
+    return float(text)
+
+
+def _above_0(text: str) -> float:
+    if _not_below_0(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be above 0: {text}")
+    return float(text)
+
+
 def main() -> None:
     """Print a table; with ``--plot``, draw it too."""
     parser = argparse.ArgumentParser(description="Simulate the goodput of jobs that fail.")
-    parser.add_argument("--ranks", type=lambda text: [int(number) for number in text.split(",")], default=list(RANKS))
-    parser.add_argument("--stall", type=float, default=0.5, help="seconds for which a save stops the training")
-    parser.add_argument("--commit", type=float, default=30.0, help="seconds from then until it is durable")
-    parser.add_argument("--restart", type=float, default=300.0, help="seconds from a failure until training continues")
-    parser.add_argument("--rank-mtbf-hours", type=float, default=50_000.0, help="between failures of a rank (Llama 3)")
-    parser.add_argument("--days", type=float, default=30.0, help="of work, at least 500 failures")
+    parser.add_argument("--ranks", type=_numbers_of_ranks, default=list(RANKS), help="numbers of them: 64,1024")
+    parser.add_argument("--stall", type=_above_0, default=0.5, help="seconds for which a save stops the training")
+    parser.add_argument("--commit", type=_not_below_0, default=30.0, help="seconds from then until it is durable")
+    parser.add_argument(
+        "--restart", type=_not_below_0, default=300.0, help="seconds from a failure until training continues"
+    )
+    parser.add_argument(
+        "--rank-mtbf-hours", type=_above_0, default=50_000.0, help="hours between failures of a rank (Llama 3)"
+    )
+    parser.add_argument("--days", type=_above_0, default=30.0, help="days of work, at least 500 failures")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", help="an SVG file")
     options = parser.parse_args()

@@ -33,10 +33,16 @@ def best_interval(cost: float, mtbf: float) -> float:
         cost: Seconds for which a save stops the training.
         mtbf: Mean time between failures in seconds.
 
+    Raises:
+        ValueError: One is below 0, or no number.
+
     Examples:
         >>> round(best_interval(5, 24 * 3600))  # Young's sqrt(2 * cost * mtbf) is 930
         926
     """
+    for name, value in (("cost", cost), ("mtbf", mtbf)):
+        if not value >= 0:
+            raise ValueError(f"{name} must be a number of seconds, 0 or above, not {value!r}")
     if cost >= 2 * mtbf:
         return mtbf
     ratio = cost / (2 * mtbf)

@@ -28,6 +28,12 @@ def test_no_other_interval_is_better(cost: float, mtbf: float) -> None:
         assert at_best <= seconds_for_work(chosen * factor, cost, mtbf)
 
 
+@pytest.mark.parametrize(("cost", "mtbf", "name"), [(-1.0, 60.0, "cost"), (1.0, -1.0, "mtbf"), (1.0, math.nan, "mtbf")])
+def test_times_below_0_have_no_best_interval(cost: float, mtbf: float, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a number of seconds, 0 or above"):
+        best_interval(cost, mtbf)
+
+
 def test_a_budget_is_used_up_alone_and_a_bound_with_a_failure_rate() -> None:
     alone, why = SaveInterval(max_overhead=0.01).choose(2.0, 0.0, DAY)
     assert 2.0 / (alone + 2.0) == pytest.approx(0.01)
