@@ -8,6 +8,7 @@ learning rates, a sample of the weights.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ class Fetched:
     def hand_out(self, first: int, end: int) -> None:
         """Note that the script is given the batches of some fetches."""
         self._recording.settle()
+        self._recording.threads.add(threading.get_ident())
         found = [self._ahead.pop(number, None) for number in range(first, end)]
         self._unused += [digests for digests in found if digests is not None]
         if self._unused:
@@ -77,7 +79,7 @@ class Recording:
     """Records the training of one Accelerator, on one rank.
 
     ``accelerator`` returns it, and ``announce`` prints a line on rank 0. Loaders that have handed out batches that no
-    backward pass has followed yet are in ``given``.
+    backward pass has followed yet are in ``given``, threads that were given any in ``threads``.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Recording:
         self._has_several = False
         self._weights: tuple[int, WeightSample] | None = None
         self.given: set[Fetched] = set()
+        self.threads: set[int] = set()
 
     # ---- the data ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,9 @@ class Recording:
         self._is_used = True
         self.settle()
         used, self._used, loss, self._loss = self._used, [], self._loss, None
-        is_whole, self._is_partial = bool(used) and not self._is_partial, False
+        # what another thread has taken may be of this step or of a later one
+        is_here = self.threads <= {threading.get_ident()}
+        is_whole, self._is_partial = bool(used) and is_here and not self._is_partial, False
         # of several loaders nobody knows which one a resumed script asks first
         has_first, self._has_several = is_whole and not self._has_several, False
         generators = used[0][0] if has_first else None

@@ -21,6 +21,8 @@ from ckpt_core.state.rng import RngState
 log = logging.getLogger(__name__)
 
 VERSION = 1
+_READ_AHEAD = "a thread of the script had taken batches ahead of its training"
+_UNUSED = "those that were not used yet (let the DataLoader read ahead, with num_workers and prefetch_factor)"
 _RANKS_THAT_NEED_FINAL_BUCKETS = 3
 
 
@@ -305,6 +307,9 @@ class LoaderPositions:
                 "save_state was called after the script took a batch and before it used it: a resume continues with "
                 "the batch after it (save at the end of the loop's body)"
             )
+        read_ahead = any(position is not None and position.is_read_ahead for position in positions)
+        if read_ahead:
+            self._say_once(f"{_READ_AHEAD} when save_state was called: a resume leaves out {_UNUSED}")
         for number in self._superseded(loaders):
             loaders[number] = None
         rng.restore()
@@ -319,6 +324,7 @@ class LoaderPositions:
             "draws_between_epochs": self._draws_between_epochs and bool(ended),
             "begins_with_evaluation": self._begins_with_evaluation,
             "in_evaluation": any(evaluates),
+            "read_ahead": read_ahead,
             "loaders": loaders,
         }
 
@@ -384,6 +390,8 @@ class LoaderPositions:
                 "it was saved inside of an evaluation, of which the rest is not done: the next one is a whole one "
                 "(save before an evaluation, or after it)"
             )
+        if state.get("read_ahead"):
+            causes.append(f"{_READ_AHEAD} when it was saved: the resume leaves out {_UNUSED}")
         self._waiting, self._causes = {}, causes
         positions = self._all()
         self._waiting = {number: saved for number, saved in enumerate(state["loaders"]) if saved}

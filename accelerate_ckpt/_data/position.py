@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -86,6 +87,8 @@ class LoaderPosition:
         self._phase = BETWEEN
         self._made = False
         self._steps = 0
+        self._taken_by = self._restored_by = threading.get_ident()
+        self._backwards_before = 0
         self._fetched = 0
         self._consumed: Consumed = self._division.nothing
         self._ahead: _Moment | None = None
@@ -123,10 +126,13 @@ class LoaderPosition:
                     raise not_as_known("it does not make the iterator of the inner loader where it did")
                 if number == self._iteration_number:
                     self._steps += 1
+                    self._taken_by = threading.get_ident()
                     self.habit.take()
                     if self.fetches is not None:
                         each = self._internals.fetches
                         self.fetches.hand_out((self._steps - 1) * each, self._steps * each)
+                if self._restored_by != threading.get_ident():
+                    self._opening = None  # to read ahead in a thread is not to skip
                 opening = self._opening
                 if opening is None or opening.iteration != number:
                     yield batch
@@ -160,6 +166,7 @@ class LoaderPosition:
     def _now_iterating(self) -> int:
         self._iteration_number += 1
         self._phase, self._made, self._steps = INSIDE, False, 0
+        self._backwards_before = self._run.uses.backwards
         opening = self._opening
         if opening is not None:
             opening.iteration = self._iteration_number
@@ -258,6 +265,12 @@ class LoaderPosition:
     def leaves_one_out(self) -> bool:
         """Whether a save now counts a batch that the script has taken and not used."""
         return self._phase == INSIDE and self._opening is None and self.habit.holds_one
+
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether another thread takes batches, of which some may not have been used yet."""
+        used = self._run.uses.backwards - self._backwards_before
+        return self._taken_by != threading.get_ident() and (self._phase == INSIDE or used < self._steps)
 
     @property
     def kind(self) -> list[str]:
@@ -387,7 +400,7 @@ class LoaderPosition:
             self._resume = state if understood else None
         else:
             self._restore_between(state, rng, understood)
-        self._opening = self._opening_after(state, rng)
+        self._opening, self._restored_by = self._opening_after(state, rng), threading.get_ident()
 
     def _restore_between(self, state: Mapping[str, Any], rng: RngState, understood: bool) -> None:
         between = state["between"]

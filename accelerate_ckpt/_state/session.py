@@ -236,7 +236,7 @@ class Session:
             self.recording.backward(loss)
         if self.rehearsal is not None:
             self.rehearsal.backward(loss)
-        self.data.uses.note()
+        self.data.uses.backward()
 
     def _watched(self) -> Watched | None:
         """Return the models of the script, and what else a checkpoint holds and the script knows."""

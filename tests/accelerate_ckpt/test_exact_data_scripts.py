@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -214,6 +215,58 @@ def test_loaded_in_the_middle_of_an_iteration() -> None:
     assert run.capture()["loaders"][0]["steps"] == 2
     del abandoned
     assert run.epoch() == rest
+
+
+def read_in_a_thread(run: Run, steps: int | None = None) -> list[list[int]]:
+    """The batches of an epoch, which a thread of the script takes before any is used."""
+    given: list[list[int]] = []
+    thread = threading.Thread(target=lambda: given.extend(run.epoch(steps)))
+    thread.start()
+    thread.join()
+    return given
+
+
+def test_a_thread_that_reads_ahead_gets_each_batch_once() -> None:
+    run = Run()
+    assert run.positions is not None
+    for _ in run.loader:
+        run.positions.uses.backward()
+    state = run.capture()
+    following = run.epoch()
+    again = Run(2).restore(state)
+    assert read_in_a_thread(again) == following
+    assert again.warned == []
+
+
+@pytest.mark.parametrize("steps", [3, STEPS])
+def test_batches_that_a_thread_has_taken_ahead_are_said_to_be_left_out(steps: int) -> None:
+    run = Run()
+    assert run.positions is not None
+    given, taken, done = list[list[int]](), threading.Event(), threading.Event()
+
+    def read() -> None:
+        for batch in run.loader:
+            given.append(batch.tolist())
+            if len(given) == 3:
+                taken.set()
+                done.wait()
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    taken.wait()
+    if steps == STEPS:
+        done.set()
+        thread.join()
+    run.positions.uses.backward()
+    state = run.capture()
+    done.set()
+    thread.join()
+    assert ["had taken batches ahead of its training when save_state was called" in said for said in run.warned] == [1]
+    again = Run(2).restore(state)
+    assert ["had taken batches ahead of its training when it was saved" in said for said in again.warned] == [1]
+    for _ in range(STEPS - 1):
+        run.positions.uses.backward()
+    assert Run(2).restore(run.capture()).warned == []
 
 
 def test_a_loader_that_is_prepared_after_the_load() -> None:

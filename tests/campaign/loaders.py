@@ -16,6 +16,7 @@ from tests.campaign.data import (
     Growing,
     InPlaceSampler,
     Items,
+    Jitter,
     Mining,
     OwnNoise,
     StatefulStream,
@@ -78,8 +79,8 @@ def hugging_face(kind: str, stateful: bool = False, **settings: Any) -> Callable
         if kind == "map":
             return DataLoader(data, batch_size=8, shuffle=True, **settings)
         if kind == "transform":
-            noise = OwnNoise("numpy")
-            data.set_transform(lambda rows: {**rows, "x": [torch.tensor(x) + noise() for x in rows["x"]]})
+            jitter = Jitter()
+            data.set_transform(lambda rows: {**rows, "x": [jitter(torch.tensor(x)) for x in rows["x"]]})
             return DataLoader(data, batch_size=8, shuffle=True, **settings)
         data = data.to_iterable_dataset(num_shards=4)
         if "shuffled" in kind:
