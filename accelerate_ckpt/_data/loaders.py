@@ -21,6 +21,10 @@ from ckpt_core.state.rng import RngState
 log = logging.getLogger(__name__)
 
 VERSION = 1
+_REPEATED = (
+    "the script trains on with one loader after another one has ended: itertools.cycle repeats batches that it has "
+    "kept, of which a resume has none (begin another iteration of the loader in its place)"
+)
 _READ_AHEAD = "a thread of the script had taken batches ahead of its training"
 _UNUSED = "those that were not used yet (let the DataLoader read ahead, with num_workers and prefetch_factor)"
 _RANKS_THAT_NEED_FINAL_BUCKETS = 3
@@ -66,7 +70,7 @@ class LoaderPositions:
         self._uses_at_restore = 0
         self._between: _BetweenEpochs | None = None
         self._told: set[str] = set()
-        self._draws_between_epochs = False
+        self._draws_between_epochs = self._are_repeats_told = False
         self._begun_first: list[LoaderPosition] = []  # before this process has trained, if it began from nothing
         self._began_with_evaluation: bool | None = None  # what a resumed run's first process knew of it
         self._unless_evaluated: tuple[str, set[int]] | None = None
@@ -249,6 +253,9 @@ class LoaderPositions:
         """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""
         if self.before_epoch is not None and position.has_trained:
             self.before_epoch()
+        position.outlasted_by.clear()
+        for other in self._positions:
+            other.outlasted_by.pop(position, None)
         if self.uses.count == 0:
             self._begun_first.append(position)
         if self._unless_evaluated is not None:
@@ -264,7 +271,9 @@ class LoaderPositions:
             between.passed.append(position)
             return
         self._between = None
-        if not between.passed or between.rng.same_as(RngState.capture()):
+        # other loaders that are trained on are begun by a resume, too
+        evaluated = any(not passed.has_trained for passed in between.passed)
+        if not evaluated or between.rng.same_as(RngState.capture()):
             return
         self._draws_between_epochs = True
         if between.saved and not self._begins_with_evaluation:
@@ -274,8 +283,20 @@ class LoaderPositions:
                 "exact (save after the evaluation)"
             )
 
+    def hands_out(self, position: LoaderPosition) -> None:
+        """Note that the script is given a batch; warn if it repeats another loader, of which a resume has a part."""
+        for other in self._positions:
+            if position in other.outlasted_by:
+                other.outlasted_by[position] += 1
+                if other.outlasted_by[position] == 2 and position.has_trained and other.has_trained:
+                    other.repeats = True
+                    if other.was_cut and not self._are_repeats_told:
+                        self._say_once(f"this resume cannot be promised to be exact: {_REPEATED}")
+
     def ends(self, position: LoaderPosition) -> None:
         """Note that the script has gone through a whole loader."""
+        others = (other for other in self._positions if other is not position)
+        position.outlasted_by = {other: 0 for other in others if other.is_inside}
         if self._between is None and position.has_trained:
             self._between = _BetweenEpochs(position, RngState.capture())
 
@@ -307,6 +328,8 @@ class LoaderPositions:
                 "save_state was called after the script took a batch and before it used it: a resume continues with "
                 "the batch after it (save at the end of the loop's body)"
             )
+        is_inside = any(position is not None and position.is_inside for position in positions)
+        repeats = is_inside and any(position is not None and position.repeats for position in positions)
         read_ahead = any(position is not None and position.is_read_ahead for position in positions)
         if read_ahead:
             self._say_once(f"{_READ_AHEAD} when save_state was called: a resume leaves out {_UNUSED}")
@@ -325,6 +348,7 @@ class LoaderPositions:
             "begins_with_evaluation": self._begins_with_evaluation,
             "in_evaluation": any(evaluates),
             "read_ahead": read_ahead,
+            "repeats": repeats,
             "loaders": loaders,
         }
 
@@ -390,6 +414,9 @@ class LoaderPositions:
                 "it was saved inside of an evaluation, of which the rest is not done: the next one is a whole one "
                 "(save before an evaluation, or after it)"
             )
+        self._are_repeats_told = bool(state.get("repeats"))
+        if self._are_repeats_told:
+            causes.append(_REPEATED)
         if state.get("read_ahead"):
             causes.append(f"{_READ_AHEAD} when it was saved: the resume leaves out {_UNUSED}")
         self._waiting, self._causes = {}, causes

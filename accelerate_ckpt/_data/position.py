@@ -67,14 +67,24 @@ class Run(Protocol):
     def ends(self, position: LoaderPosition) -> None:
         """Note that the script has gone through a whole loader."""
 
+    def hands_out(self, position: LoaderPosition) -> None:
+        """Note that the script is given a batch."""
+
 
 class LoaderPosition:
-    """Follows one loader that Accelerate has prepared, for a run of so many ranks."""
+    """Follows one loader that Accelerate has prepared, for a run of so many ranks.
+
+    Attributes:
+        outlasted_by: Loaders that were in the middle of an iteration when this one's ended, and how many batches they
+            have handed out since then.
+        repeats: Whether the script trains on as if this loader had no end, such as ``itertools.cycle`` makes it look.
+    """
 
     def __init__(self, loader: Any, world_size: int, run: Run) -> None:
         self.loader = loader
         self.habit = Habit(run.uses)
-        self.is_restored = False
+        self.is_restored = self.repeats = False
+        self.outlasted_by: dict[LoaderPosition, int] = {}
         self.resumes_training = False  # whether the run was resumed, and trains on batches of this loader
         self.fetches: Fetched | None = None
         self._run = run
@@ -128,6 +138,7 @@ class LoaderPosition:
                     self._steps += 1
                     self._taken_by = threading.get_ident()
                     self.habit.take()
+                    self._run.hands_out(self)
                     if self.fetches is not None:
                         each = self._internals.fetches
                         self.fetches.hand_out((self._steps - 1) * each, self._steps * each)
@@ -271,6 +282,11 @@ class LoaderPosition:
         """Whether another thread takes batches, of which some may not have been used yet."""
         used = self._run.uses.backwards - self._backwards_before
         return self._taken_by != threading.get_ident() and (self._phase == INSIDE or used < self._steps)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the last iteration was the rest of one that began in another process."""
+        return self._resumed is not None and int(self._resumed["steps"]) > 0
 
     @property
     def kind(self) -> list[str]:

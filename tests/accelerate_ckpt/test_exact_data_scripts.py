@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,64 @@ def test_batches_that_a_thread_has_taken_ahead_are_said_to_be_left_out(steps: in
     for _ in range(STEPS - 1):
         run.positions.uses.backward()
     assert Run(2).restore(run.capture()).warned == []
+
+
+class Two(Run):
+    """Two loaders that are trained on together, the other one shorter."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed)
+        self.other = self.accelerator.prepare(DataLoader(Numbered(8), batch_size=4, shuffle=True), None)[0]
+
+    def train(self, repeat: Any, save: int) -> list[dict[str, Any]]:
+        """An epoch, saved after so many steps."""
+        saved = []
+        for number, _ in enumerate(zip(self.loader, repeat(self.other), strict=False), 1):
+            assert self.positions is not None
+            self.positions.uses.backward()
+            saved += [self.capture()] if number == save else []
+            torch.rand(1)  # of its model
+        return saved
+
+
+def begun_again(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize(
+    ("epochs", "save", "said"), [(1, 1, "later"), (1, 5, "at once"), (2, 1, "at once"), (2, STEPS, "never")]
+)
+def test_a_loader_that_cycle_repeats_is_said(epochs: int, save: int, said: str) -> None:
+    run = Two()
+    (state,) = [run.train(cycle, save) for _ in range(epochs)][-1]
+    assert run.warned == []
+    again = Two(2)
+    again.restore(state)
+    assert ["itertools.cycle" in text for text in again.warned] == [True] * (said == "at once")
+    again.train(cycle, 0)
+    assert ["itertools.cycle" in text for text in again.warned] == [True] * (said != "never")
+
+
+@pytest.mark.parametrize("save", [1, 2, STEPS])
+@pytest.mark.parametrize("repeat", [list, begun_again])
+def test_two_loaders_of_which_none_is_repeated_are_not_warned_of(repeat: Any, save: int) -> None:
+    run = Two()
+    states = [*run.train(repeat, save), *run.train(repeat, save), run.capture()]
+    for state in states:
+        again = Two(2)
+        again.restore(state)
+        again.train(repeat, 0)
+        assert again.warned == run.warned == []
+
+
+def test_another_loader_that_is_trained_on_is_not_taken_for_an_evaluation() -> None:
+    run = Two()
+    run.train(cycle, 5)  # after the shorter one's end
+    (state,) = run.train(cycle, STEPS)
+    again = Two(2)
+    again.restore(state)
+    assert again.warned == run.warned == []
 
 
 def test_a_loader_that_is_prepared_after_the_load() -> None:
