@@ -41,7 +41,7 @@ class Recording(Live):
         self._weights = WeightSample(trainer.lightning_module)
         self._is_inside = False
         self._alarm = ""
-        self._fetched: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
+        self._fetched: collections.deque[tuple[int, int | None, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
 
     def told(self) -> None:
         """Note that the user has been told meanwhile that this resume is not exact."""
@@ -54,11 +54,11 @@ class Recording(Live):
         """
         self._recorder.resume(saved, known_inexact=known_inexact)
 
-    def fetched(self, index: int, rng: RngState, batch: Any) -> None:
+    def fetched(self, index: int, rng: RngState | None, batch: Any) -> None:
         """Note a batch of the epoch as it came from the loaders, and the random generators before it was fetched."""
         if self._is_inside:
             return
-        self._fetched.append((index, digest_generators(rng), digest_batch(batch)))
+        self._fetched.append((index, None if rng is None else digest_generators(rng), digest_batch(batch)))
 
     def read_again(self, index: int, batch: Any) -> bool | None:
         """Return whether a batch that was read again to get to the checkpoint's place is the same; None if unknown."""

@@ -56,6 +56,7 @@ from ckpt_core.state.changed_values import fingerprint
 from ckpt_core.state.code_origin import is_library, is_users_file
 from ckpt_core.state.object_walk import OF_EVERY_MODULE, is_generator, is_plain, set_by_libraries, slots_of
 from ckpt_core.state.rng import capture_generator
+from ckpt_core.state.samplers import RecordingSampler
 from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_live, mark
 
 logger = logging.getLogger(__name__)
@@ -686,7 +687,8 @@ def _position_in(value: Any) -> Any:
     if isinstance(value, itertools.count):
         return repr(value)
     if type(value).__module__.startswith(("torch.utils.data", "torchdata")) and hasattr(value, "_num_yielded"):
-        return value._num_yielded
+        is_followed = isinstance(getattr(value, "_index_sampler", None), RecordingSampler)
+        return None if is_followed else value._num_yielded
     if isinstance(value, _ITERATORS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

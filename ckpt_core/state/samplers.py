@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -106,13 +107,16 @@ class RecordingSampler(Forwarding):
     consumed: no permutation is stored, however large the data set. Everything else is forwarded to the sampler.
     """
 
-    _own = frozenset({"inner", "loader", "current", "live", "undo_seed", "plain", "moving", "_initial", "_pending"})
+    _own = frozenset(
+        {"inner", "loader", "current", "live", "undo_seed", "plain", "moving", "_initial", "_pending", "drawn_in"}
+    )
 
     def __init__(self, inner: Iterable[Any], loader: object) -> None:
         self.inner = inner
         self.loader = loader
         self.current: SamplerPass | None = None  # the pass of the last iterator
         self.live: _RecordingIterator | None = None  # the last iterator
+        self.drawn_in: int | None = None  # the thread that has drawn from it last
         # Set for a pass whose workers, in the run that is repeated, were there already, so that no seed was drawn for
         # them.
         self.undo_seed = False
@@ -224,6 +228,7 @@ class _RecordingIterator:
         now.restore()
 
     def __next__(self) -> Any:
+        self.sampler.drawn_in = threading.get_ident()
         self.fast_forward()
         if self.current.first is None:
             self.current.first = self.sampler.moment()

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,10 @@ DRAWS_WHILE_READ = (
     "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
     "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
     "num_workers=1)"
+)
+READ_IN_A_THREAD = (
+    "a thread of the data loader takes batches ahead of the training, and draws random numbers at a time of its own "
+    "(let the DataLoader read ahead, with num_workers and prefetch_factor)"
 )
 
 
@@ -217,7 +222,8 @@ class TrainingData:
     Attributes:
         begun: Number of batches of the epoch that were done when the present iterators were made.
         attempts: Number of batches of the epoch that were asked for.
-        after_fetch: Called after each fetch with the batch's number in the epoch, the generators before it, the batch.
+        after_fetch: Called after each fetch with the batch's number in the epoch, the generators before it (None if
+            another thread has read it, at a time of its own), the batch.
         after_reading_again: Called with each of the last batches that a single loader has read again, and its number in
             the epoch; returns whether it is the same, None if that is not known.
         is_as_read: Whether what was read again is what was read the first time, None where that is not known.
@@ -234,7 +240,7 @@ class TrainingData:
         self._history: FetchHistory[_Fetch] = FetchHistory(_FETCHES_REMEMBERED)
         self._pending: Mapping[str, Any] | None = None
         self._rest: _Rest | None = None
-        self.after_fetch: Callable[[int, RngState, Any], None] | None = None
+        self.after_fetch: Callable[[int, RngState | None, Any], None] | None = None
         self.after_reading_again: Callable[[int, Any], bool | None] | None = None
         self.is_as_read: bool | None = None
         self.taken: int | None = None
@@ -302,8 +308,15 @@ class TrainingData:
         if any(tracker.method == "replay" and tracker.workers == 0 for tracker in self._trackers):
             self._history.was_read(moment.index, moment.rng)
         if self.after_fetch is not None:
-            self.after_fetch(moment.index, moment.rng, batch[0])  # without its number and that of the loader
+            # without its number and that of the loader
+            self.after_fetch(moment.index, None if self._is_read_in_a_thread else moment.rng, batch[0])
         return batch
+
+    @property
+    def _is_read_in_a_thread(self) -> bool:
+        """Whether a loader has a thread of its own that takes batches ahead, and draws at a time of its own."""
+        samplers = (tracker.sampler for tracker in self._trackers)
+        return any(one is not None and one.drawn_in not in (None, threading.get_ident()) for one in samplers)
 
     def _moment(self) -> _Fetch:
         marks = tuple(tracker.mark() for tracker in self._trackers)
@@ -336,9 +349,9 @@ class TrainingData:
 
     def notes(self) -> list[str]:
         """Why continuing from here would not be exact, in words."""
-        if not self._history.draws_while_reading or not self.attempts:
+        if not self.attempts:
             return []
-        return [DRAWS_WHILE_READ]
+        return [DRAWS_WHILE_READ] * self._history.draws_while_reading + [READ_IN_A_THREAD] * self._is_read_in_a_thread
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import re
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
 from lightning_ckpt import ResumableCheckpoint
 from tests.campaign.judging import Point
@@ -208,6 +213,41 @@ def test_a_stream_whose_order_depends_on_other_draws_is_said(fork_script: Script
     (found,) = judged(fork_script, tmp_path, "loader: chained streams", UNRECORDED)
     assert found["verdict"] == "said", found
     assert "was read again" in found["recorder"]
+
+
+class ReadsAhead(DataLoader[Any]):
+    """A loader as users write it, whose thread takes batches ahead of the training."""
+
+    def __iter__(self) -> Any:
+        taken: queue.Queue[Any] = queue.Queue()
+        batches = super().__iter__()
+
+        def read() -> None:
+            for batch in batches:
+                taken.put(batch)
+            taken.put(None)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        return iter(taken.get, None)
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [(2, True), (4, False)])
+def test_a_loader_whose_thread_reads_ahead_is_said_in_the_middle_of_an_epoch(
+    tmp_path: Path, steps: int, is_said: bool
+) -> None:
+    data = RandomDataset(32, 8)
+    for until in (steps + 1, 8):  # of 4 in an epoch
+        callback = ResumableCheckpoint(tmp_path, every_n_train_steps=steps, save_last=True)
+        settings: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(accelerator="cpu", max_steps=until, callbacks=[callback], **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = ReadsAhead(data, batch_size=2, shuffle=True)
+            trainer.fit(BoringModel(), loader, ckpt_path="last")
+    found = [str(warning.message) for warning in caught if "exact" in str(warning.message)]
+    assert ["a thread of the data loader takes batches ahead" in text for text in found] == [True] * is_said
 
 
 def test_an_epoch_with_fewer_batches_is_said(fork_script: ScriptRunner, tmp_path: Path) -> None:
