@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ckpt_core import CheckpointCorruptedError, Checkpointer, CheckpointFormatError, SerializationError, verify
 from ckpt_core._layouts.image import WINDOW
@@ -223,6 +224,43 @@ def test_any_state_comes_back_and_both_strategies_write_the_same_bytes(state: An
         assert verify(sync)
         for loaded in all_loaders(sync):
             assert_same_state(loaded, state)
+
+
+@st.composite
+def views_of_shared_memory(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Views of a few memories: empty ones, of bytes behind the last element, and the same view several times."""
+    views: list[torch.Tensor] = []
+    for seed in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from([dtype for dtype in DTYPES if dtype is not torch.bool]))
+        count = draw(st.integers(0, 6))
+        memory = tensor_of(torch.uint8, count * dtype.itemsize + draw(st.integers(0, 17)), seed=seed)
+        base = memory[: count * dtype.itemsize].view(dtype)
+        for _ in range(draw(st.integers(1, 4))):
+            begin, end = sorted((draw(st.integers(0, count)), draw(st.integers(0, count))))
+            views.append(base[begin : end : draw(st.integers(1, 2))])
+    return draw(st.permutations([*views, *draw(st.lists(st.sampled_from(views), max_size=3))]))
+
+
+@given(views=views_of_shared_memory(), strategy=st.sampled_from(["sync", "async"]))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_views_of_shared_memory_come_back_and_share_it(views: list[torch.Tensor], strategy: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = save({"views": views}, Path(folder, "a.ckpt"), strategy)
+        assert verify(path)
+        for loaded in all_loaders(path):
+            assert_same_state(loaded["views"], views)
+            assert sharing(loaded["views"]) == sharing(views)
+
+
+def sharing(views: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Say which tensor each is the same object as, and with which it has a memory of some elements in common."""
+    objects = [id(view) for view in views]
+    storages = [view.untyped_storage() for view in views]
+    memories = [
+        storage._cdata if storage.nbytes() >= view.itemsize else id(view)
+        for view, storage in zip(views, storages, strict=True)
+    ]
+    return [(objects.index(one), memories.index(memory)) for one, memory in zip(objects, memories, strict=True)]
 
 
 def test_views_with_conjugate_and_negative_bits_and_gradients(tmp_path: Path) -> None:
