@@ -166,7 +166,7 @@ def _begin(accelerator: Any) -> None:
     is_ours = _session(accelerator) is not None
     if not is_ours and accelerator.distributed_type in _OTHERS_FORMAT:
         log.warning(
-            "%s writes checkpoints of its own: accelerate_ckpt leaves them as they are, and its options do nothing",
+            "%s writes its own checkpoints: accelerate_ckpt leaves them alone, and its options have no effect",
             accelerator.distributed_type.value,
         )
 

@@ -199,13 +199,13 @@ def _finish() -> None:
         waiting = threading.Thread(target=session.checkpointer.drain, name="ckpt-last-saves", daemon=True)
         waiting.start()
         if session.rank == 0:
-            log.warning("finishing the checkpoints that are under way before this process ends")
+            log.warning("finishing pending checkpoints before this process ends")
         asked: list[tuple[float, int]] = []
         deadline = time.monotonic() + session.config.commit_timeout
         while waiting.is_alive() and time.monotonic() < deadline:
             waiting.join(0.5)
             if session.world_size > 1 and _silent(session, asked):
-                log.warning("another rank is gone: the checkpoints that wait for it are given up")
+                log.warning("another rank is gone: giving up the checkpoints that wait for it")
                 break
 
 

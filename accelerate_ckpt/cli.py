@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = launch_parser(_TITLE)
     parser.prog = "accelerate-ckpt"
     parser.description = (
-        "Launch a training script as 'accelerate launch' does, with other checkpoints; the script stays as it is."
+        "Launch a training script as 'accelerate launch' does, with durable checkpoints; the script stays unchanged."
     )
     add_options(parser.add_argument_group(_TITLE, "How accelerator.save_state saves."), _PREFIX)
     given = parser.parse_args(arguments)

@@ -262,10 +262,10 @@ class CheckpointConfig:
 
     strategy: Strategy = _option("async", _choice(Strategy), "when save_state returns, and which ranks write")
     wait: bool = _option(False, _SWITCH, "return from save_state only when the checkpoint is durable")
-    max_pending: int = _option(1, _COUNT, "saves under way before the next one waits")
-    on_error: OnError = _option("raise", _choice(OnError), "what a save that fails in the background does")
+    max_pending: int = _option(1, _COUNT, "pending saves before the next one waits")
+    on_error: OnError = _option("raise", _choice(OnError), "what to do when a background save fails")
     mid_accumulation: MidAccumulation = _option(
-        "grads", _choice(MidAccumulation), "what a save between two optimizer steps does about the gradients so far"
+        "grads", _choice(MidAccumulation), "how a save between two optimizer steps treats the gradients so far"
     )
     commit_timeout: float = _option(600.0, _SECONDS, "how long a save waits for the parts of the other ranks")
     retention: Any = _option(
@@ -300,7 +300,7 @@ class CheckpointConfig:
         None, _PREEMPT, "true, or signals such as SIGTERM,SIGUSR1, on which all ranks save and the run ends", hash=False
     )
     interval: Interval | None = _option(
-        None, _INTERVAL, "save by itself: auto, as what saves take and failures say; continuous, one after the other"
+        None, _INTERVAL, "save by itself: auto, as often as cost and failures suggest; continuous, one after the other"
     )
     mtbf: float | None = _option(None, _SECONDS_OR_NONE, "time between failures for interval auto (default: observed)")
     max_overhead: float | None = _option(
@@ -311,15 +311,15 @@ class CheckpointConfig:
     )
     memory_dir: str = _option("/dev/shm", _DIRECTORY, "directory in memory for the snapshots")
     just_in_time: bool | float = _option(
-        False, _JUST_IN_TIME, "when a rank dies under DDP, let one of the others save what all of them held"
+        False, _JUST_IN_TIME, "when a rank dies under DDP, let another rank save what all of them held"
     )
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
     report: str | None = _option(
         None, _FILE, "file to which a page about the run is written at its end (.png: a picture, too)"
     )
-    log_metrics: bool = _option(False, _SWITCH, "give the figures of the saves to the trackers, with what is logged")
+    log_metrics: bool = _option(False, _SWITCH, "send the figures of each save to the trackers")
     listeners: Any = _option(
-        (), _LISTENERS, "names of classes whose objects hear of every event, with commas between them", hash=False
+        (), _LISTENERS, "comma-separated names of classes that are called with every event", hash=False
     )
     overlap: bool = _option(
         False, _SWITCH, "let an accelerator copy during the next step; wait_staged() before other changes"
@@ -329,7 +329,7 @@ class CheckpointConfig:
         _COUNT_OR_ALL,
         "most host memory in bytes for copies of states; larger ones pass through it (default: any)",
     )
-    recorder: bool = _option(True, _SWITCH, "record each step, and say after a resume whether it was exact")
+    recorder: bool = _option(True, _SWITCH, "record each step, and report after a resume whether it was exact")
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():

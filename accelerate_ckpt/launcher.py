@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         known = ["--module", *(f"--{option}" for option in _names())]
         name = unknown[0].partition("=")[0]
-        parser.error(f"{name}: there is no such option{nearest(name, known)} (the script's own come after its name)")
+        parser.error(
+            f"{name}: there is no such option{nearest(name, known)} (the script's own options come after its name)"
+        )
     try:
         config = CheckpointConfig.from_sources(options_of(given))
     except OptionError as error:

@@ -137,7 +137,7 @@ def _by_name(info: CheckpointInfo) -> tuple[bool, list[int], str]:
 
 
 def _merged(first: Sequence[CheckpointInfo], second: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return both, each in the order in which it is."""
+    """Merge two sorted sequences; each keeps its order."""
     result, left, right = [], deque(first), deque(second)
     while left and right:
         result.append((left if _is_newer(left[0], right[0]) else right).popleft())
@@ -150,7 +150,7 @@ def _is_newer(info: CheckpointInfo, other: CheckpointInfo) -> bool:
         return step > others
     if _series_of(info) == _series_of(other):
         return _by_name(info) >= _by_name(other)
-    # What is damaged comes first, where it is found out and told.
+    # Damaged ones come first, so that they are noticed and reported.
     return _by_date(info) >= _by_date(other)
 
 
@@ -159,20 +159,20 @@ def _by_date(info: CheckpointInfo) -> tuple[Any, ...]:
 
 
 def _disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
-    """Return what speaks for ``other`` as the newest one, against :func:`newest_first`; None if nothing does."""
+    """Return what suggests that ``other`` is the newest, contrary to :func:`newest_first`; None if nothing does."""
     if newest.committed is not None and (newest.committed, newest.step) == (other.committed, other.step):
         return None  # a copy
     step, others = _step_of(newest), _step_of(other)
     if step is not None and others is not None and others > step:
-        return f"it was committed later, but {other.path} is of step {others}, and it of step {step}"
+        return f"it was committed later, but {other.path} is at step {others}, and it is at step {step}"
     beside = os.path.dirname(newest.path.rstrip("/")) == os.path.dirname(other.path.rstrip("/"))
-    if beside and other.modified > newest.modified:  # a disk takes longer than memory, so there dates say nothing
-        return f"it says so of itself, but by the file system's date {other.path} is newer: was the directory copied?"
+    if beside and other.modified > newest.modified:  # a disk is slower than memory, so dates say nothing there
+        return f"it records the latest commit, but by file dates {other.path} is newer: was the directory copied?"
     says = step is not None or newest.committed is not None
     if says or newest.modified == other.modified or _series_of(newest) == _series_of(other):
         return None
     if others is not None or other.committed is not None or _numbers(other) > _numbers(newest):
-        return f"it is so by the file system's date alone, against {other.path}"
+        return f"only its file date is later than that of {other.path}"
     return None
 
 
@@ -186,24 +186,24 @@ def first_usable(
     is_wanted: Callable[[CheckpointInfo], bool] = lambda info: True,
     is_gone: Callable[[CheckpointInfo, CheckpointError], bool] = lambda info, error: False,
 ) -> CheckpointInfo | None:
-    """Walk back to the newest checkpoint that can be used; None if there is none at all.
+    """Walk back to the newest checkpoint that can be used; return None if there is no checkpoint.
 
-    A warning names each that is passed over, and what is taken instead; or another one that steps or the file system's
-    dates call newer.
+    A warning names each checkpoint that is passed over and what is used instead, or another checkpoint that is newer by
+    its step or file date.
 
     Args:
-        root: Where they are, for errors.
-        by_age: The checkpoints, the newest first.
-        check: Raises if one cannot be used.
-        passed_over: Receives what is wrong with each that is passed over, by path.
-        order: Returns them in the order in which they are tried.
-        is_wanted: Whether one that can be used is of the kind that is looked for.
-        is_gone: Whether one that cannot be used was deleted meanwhile, which is no problem.
+        root: Their directory, for errors.
+        by_age: The checkpoints, newest first.
+        check: Raises if a checkpoint cannot be used.
+        passed_over: Receives the problem of each checkpoint that is passed over, by path.
+        order: Returns them in the order in which to try them.
+        is_wanted: Whether a usable checkpoint is of the wanted kind.
+        is_gone: Whether an unusable checkpoint was merely deleted in the meantime.
 
     Raises:
-        CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
-        UnsafeCheckpointError: Reading one would run code, which the user has to decide: an older one would lose what
-            was trained since.
+        CheckpointCorruptedError: There are checkpoints, but none can be used. The run must not start from scratch.
+        UnsafeCheckpointError: Reading one would run code. That is for the user to decide, because an older checkpoint
+            would lose the training since.
     """
     ordered = order(list(by_age))
     for index, info in enumerate(ordered):
@@ -219,7 +219,7 @@ def first_usable(
             if not is_gone(info, error):
                 passed_over[info.path] = error
             continue
-        if ordered == by_age:  # otherwise something newer was stepped over, and is named already
+        if ordered == by_age:  # otherwise something newer was skipped and has been named
             _warn_of_disagreement(info, ordered[index + 1 :], is_wanted)
         _warn_of_passed_over(passed_over, info.path)
         return info
@@ -236,7 +236,7 @@ def _warn_of_disagreement(
         reason = _disagreement(newest, other)
         with contextlib.suppress(CheckpointError):
             if reason is not None and is_wanted(other):
-                logger.warning("took %s for the newest checkpoint: %s", newest.path, reason)
+                logger.warning("using %s as the newest checkpoint: %s", newest.path, reason)
                 return
 
 
@@ -247,22 +247,22 @@ def _warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | N
 
 
 class Catalog:
-    """The committed checkpoints in one directory, be they files or directories.
+    """The committed checkpoints in one directory, whether they are files or directories.
 
     Args:
         root: Local directory or URL.
-        suffix: Ending of the names that count; ``""`` for all, which is for directories that hold nothing else.
+        suffix: Only names with this ending count. ``""`` means all, for directories that hold nothing else.
         storage_options: For fsspec.
-        listeners: Told about checkpoints that are passed over.
-        storage: Where the directory is; by default, what ``root`` says.
-        tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` lies in one of them; ``storage`` is the
-            local one.
+        listeners: Called for checkpoints that are passed over.
+        storage: The storage of the directory; by default, ``root`` decides.
+        tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` is in one of them; ``storage`` is then
+            that of the local tier.
         memory: The directory of snapshots in memory (:meth:`ckpt_core.tiers.MemoryTier.found`), of which
             :meth:`newest_verified` may return one.
         levels: How many levels of directories below it belong to it, where names of checkpoints have slashes.
 
     Attributes:
-        passed_over: What :meth:`newest_verified` has passed over, and why, by path. Nobody should delete it.
+        passed_over: The checkpoints that :meth:`newest_verified` passed over, by path, and why. Do not delete them.
 
     Examples:
         >>> from ckpt_core import Catalog
@@ -305,11 +305,11 @@ class Catalog:
         self.passed_over: dict[str, CheckpointError] = {}
 
     def paths(self) -> list[str]:
-        """Return the paths of all committed checkpoints, in no order: nothing of them is read."""
+        """Return the paths of all committed checkpoints, in no particular order, without reading them."""
         return [info.path for info in self._found()]
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return all committed checkpoints, the newest first (:func:`newest_first`); reads each one's manifest."""
+        """Return all committed checkpoints, newest first (:func:`newest_first`). Reads each manifest."""
         found = self._found()
         run_parallel(self._read_stamp, found, threads=min(_READERS, len(found)))
         self._stamps = {info: self._stamps[info] for info in found}
@@ -341,7 +341,7 @@ class Catalog:
             found = self._listed(storage.local, root)
             if not found:
                 raise  # rather than a fresh start
-            logger.warning("looked for checkpoints in %s only: %s", root, error)
+            logger.warning("looked for checkpoints only in %s: %s", root, error)
             return found
 
     def _listed(self, storage: Storage, root: str) -> list[CheckpointInfo]:
@@ -374,20 +374,20 @@ class Catalog:
         accept: Callable[[Any], bool] | None = None,
         order: Callable[[list[CheckpointInfo]], list[CheckpointInfo]] | None = None,
     ) -> CheckpointInfo | None:
-        """Return the newest checkpoint whose bytes all match their digests, or None if there is none at all.
+        """Return the newest checkpoint whose bytes all match their digests, or None if there is no checkpoint.
 
-        Each damaged one is named in a warning, and is in :attr:`passed_over`. A file without digests (another
-        program's) counts if it is whole (:func:`ckpt_core.verify`). Where steps or the file system's dates say that
-        another one is newer, a warning names both.
+        A warning names each damaged one, and :attr:`passed_over` holds them. A file of another program, without
+        digests, counts if it is complete (:func:`ckpt_core.verify`). If steps or file dates suggest that another one is
+        newer, a warning names both.
 
         Args:
-            accept: Called with a checkpoint's state, its tensors without values, or with the metadata of a directory
-                (:func:`ckpt_core._pipeline.loading.peek`); says whether it is of the kind that is looked for.
-            order: Called with all of them, the newest first; returns them in the order in which they are tried, such as
+            accept: Called with a checkpoint's state (with tensors that have no values) or the metadata of a directory
+                (:func:`ckpt_core._pipeline.loading.peek`). Returns whether the checkpoint is wanted.
+            order: Called with all of them, newest first. Returns them in the order in which to try them, such as
                 :meth:`ckpt_core.resume.ResumeAttempts.in_order`.
 
         Raises:
-            CheckpointCorruptedError: There are checkpoints, some of them damaged, and none that can be used.
+            CheckpointCorruptedError: There are checkpoints, some of them damaged, but none can be used.
         """
         self.passed_over = {}
         wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
@@ -414,7 +414,7 @@ class Catalog:
                 notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
 
     def peek(self, path: str) -> Any:
-        """Return a checkpoint's state, its tensors without values, or the metadata of a directory.
+        """Return a checkpoint's state, with tensors that have no values, or the metadata of a directory.
 
         Args:
             path: The checkpoint, in this directory or another of the same storage.
@@ -442,7 +442,7 @@ class Catalog:
             return True  # holds more than plain data: cannot be judged without running its code
 
     def verify(self) -> dict[str, CheckpointError | None]:
-        """Verify every checkpoint; return the error of each, None for those that are whole."""
+        """Verify every checkpoint; return the error of each, or None if it is intact."""
         result: dict[str, CheckpointError | None] = {}
         for info in self.checkpoints():
             try:
@@ -453,13 +453,13 @@ class Catalog:
         return result
 
     def prune(self, *, dry_run: bool = False) -> list[str]:
-        """Delete what dead processes left unfinished in the directory, files and directories; return the deleted paths.
+        """Delete unfinished files and directories that dead processes left behind, and return their paths.
 
-        On an object store that is what has not changed for an hour (uploads) or a day (directories that were never
-        committed).
+        On an object store, uploads count as left behind after an hour without changes, and directories that were never
+        committed after a day.
 
         Args:
-            dry_run: Delete nothing, only say what would be.
+            dry_run: Delete nothing; only return the paths.
         """
         removed = list((self._storage.orphans if dry_run else self._storage.remove_orphans)(self.root))
         if is_remote(self.root):

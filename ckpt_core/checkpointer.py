@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints that are one file, and what is the same for those that are directories."""
+"""Save and load checkpoints that are one file; the base class is shared with those that are directories."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Base = TypeVar("Base", bound="CheckpointerBase")
 
 
 class CheckpointerBase:
-    """What is the same for both layouts: settings, tiers, the pipeline, and everything that is asked of it by path."""
+    """What both layouts share: settings, tiers, the pipeline, and all questions and requests about a path."""
 
     def __init__(
         self,
@@ -104,25 +104,25 @@ class CheckpointerBase:
         self._queues = [self._pipeline.queue, *([] if self._uploader is None else [self._uploader.queue])]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and what a spawned process gets, has the same settings and no saves of its own yet."""
+        """Copies, also those in spawned processes, have the same settings and no pending saves."""
         return functools.partial(type(self), **self._made_with), ()
 
     def notify(self, event: Event) -> None:
-        """Tell the listeners of something that does not happen in here."""
+        """Send the listeners an event that happened elsewhere."""
         notify(self._listeners, event)
 
     # ---- where checkpoints are ---------------------------------------------------------------------------------------
 
     def known_as(self, path: StrPath) -> str:
-        """Return the name under which a checkpoint is known: of one in two tiers, its local path."""
+        """Return the path by which a checkpoint is known: with two tiers, its local path."""
         full = full_path(path)
         return full if self._tiers is None or not self._tiers.covers(full) else self._tiers.local_path(full)
 
     def _save_path(self, path: StrPath) -> str:
-        """Return where a checkpoint is saved, which with two tiers is below their local directory.
+        """Return where a checkpoint is saved: with two tiers, below their local directory.
 
         Raises:
-            StorageError: It lies in neither tier.
+            StorageError: The path is in neither tier.
         """
         full = full_path(path)
         return full if self._tiers is None else self._tiers.local_path(full)
@@ -131,12 +131,12 @@ class CheckpointerBase:
         return self._storage or storage_for(path, self._storage_options)
 
     def _to_read(self, path: str) -> Storage:
-        """Return what a checkpoint is read from, in whichever tier it is."""
+        """Return the storage to read a checkpoint from, whichever tier it is in."""
         is_tiered = self._tiered is not None and self._tiered.tiers.covers(path)
         return self._tiered if self._tiered is not None and is_tiered else self._storage_for(path)
 
     def _uploader_of(self, path: str) -> Uploader | None:
-        """Return what uploads a checkpoint, or the checkpoints of a directory, if this process does."""
+        """Return the uploader of a checkpoint, or of a directory of them; None if this process does not upload."""
         return self._uploader if self._uploader is not None and self._uploader.covers(path) else None
 
     @staticmethod
@@ -144,35 +144,35 @@ class CheckpointerBase:
         return path  # the file itself
 
     def exists(self, path: StrPath) -> bool:
-        """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
+        """Return whether there is a checkpoint at ``path``, or a pending save of it."""
         target = self.known_as(path)
         return self.is_pending(target) or self._to_read(target).exists(self._committed_by(target))
 
     def is_taken(self, path: StrPath) -> bool:
-        """Return whether there is a checkpoint at ``path``; a remote tier is asked once for each directory."""
+        """Return whether ``path`` is in use; a remote tier is asked only once for each directory."""
         target = self.known_as(path)
         found = self._storage_for(target).exists(self._committed_by(target))
         return found or self.is_pending(target) or target in self.uploaded_in(os.path.dirname(target))
 
     def uploaded_in(self, directory: StrPath) -> list[str]:
-        """Return the local paths of the checkpoints in ``directory`` of a remote tier, which is asked once."""
+        """Return the local paths of the uploaded checkpoints of ``directory``; the remote tier is asked only once."""
         target = self.known_as(directory)
         uploader = self._uploader_of(target)
         return [] if uploader is None else uploader.uploaded_in(target)
 
-    # ---- what is under way -------------------------------------------------------------------------------------------
+    # ---- pending saves -----------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Paths whose save is still under way, oldest first."""
+        """Paths of pending saves, oldest first."""
         return self._pipeline.queue.pending
 
     def is_pending(self, path: StrPath) -> bool:
-        """Return whether a save of ``path`` is under way."""
+        """Return whether a save of ``path`` is pending."""
         return self.known_as(path) in self.pending
 
     def wait_when_touched(self, path: StrPath) -> None:
-        """Let whoever touches a local ``path`` in this process wait for its save or removal, if one is under way."""
+        """Make whoever accesses a local ``path`` in this process wait for its pending save or removal."""
         target = self.known_as(path)
         jobs = self._pipeline.queue.jobs(target)
         if jobs and not is_remote(target):
@@ -180,26 +180,26 @@ class CheckpointerBase:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save or an upload is under way."""
+        """Whether a save or an upload is pending."""
         return any(queue.pending for queue in self._queues)
 
     def wait(self, path: StrPath | None = None) -> None:
-        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any.
+        """Block until all saves (or that of ``path``) have ended, and raise the failure of one that failed.
 
-        A signal handler that has interrupted a save does not wait for that one, nor for what was asked for after it.
+        A signal handler that has interrupted a save waits neither for that save nor for later requests.
         """
         self._pipeline.queue.wait(None if path is None else self.known_as(path))
         self.raise_failure()
 
     def reserve(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        """Allocate, and pin, memory for the copy of a state in the background, so that the first save stalls no longer.
+        """Allocate and pin memory for the copy of a state in the background, so that the first save is not slower.
 
-        To be called when the optimizers have their state, after the first step or a resume. Only memory is at stake:
-        what is saved may be more or less. Does nothing for a state of less than 64 MiB.
+        Call it when the optimizers have their state: after the first step, or after a resume. It only affects memory;
+        a save may need more or less. Does nothing for states below 64 MiB.
 
         Args:
-            modules: Whose parameters and buffers are going to be saved.
-            optimizers: Whose state is.
+            modules: Modules whose parameters and buffers will be saved.
+            optimizers: Optimizers whose state will be saved.
         """
         try:
             held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -208,7 +208,7 @@ class CheckpointerBase:
             ]
             held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
             nbytes = self._bytes_of_this_rank(held)
-        except Exception:  # noqa: BLE001 - whatever a foreign module or tensor raises: the first save allocates
+        except Exception:  # noqa: BLE001 - whatever a user's module or tensor raises, the first save allocates
             return
         if self.strategy == "async" and nbytes >= _WORTH_RESERVING:
             self._pipeline.buffers.reserve(nbytes + nbytes // 100 + 2**20)  # and what stands between the tensors
@@ -217,29 +217,29 @@ class CheckpointerBase:
         return sum(tensor.nbytes for tensor in tensors)
 
     def wait_staged(self) -> None:
-        """Let what the caller queues on accelerators from now on wait until the state of the saves so far is copied.
+        """Make the caller's further work on accelerators wait until the state of all saves so far is copied.
 
-        Needed with ``overlap`` before anything but an optimizer's step changes parameters or an optimizer's state. The
-        devices wait; this returns at once.
+        With ``overlap``, call it before anything but an optimizer's step changes parameters or an optimizer's state.
+        The devices wait; this method returns at once.
         """
         wait_staged()
 
     def drain(self, *, timeout: float | None = None) -> None:
-        """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
+        """Block until all saves and removals have ended, successfully or not; at most ``timeout`` seconds."""
         self._pipeline.queue.wait(timeout=timeout)
 
     @property
     def failures(self) -> int:
-        """How many background saves, uploads and removals have failed so far."""
+        """Number of background saves, uploads and removals that have failed so far."""
         return sum(queue.failures for queue in self._queues)
 
     @property
     def failure(self) -> CheckpointError | None:
-        """A background failure that was not raised yet, and still will be."""
+        """A background failure that has not been raised yet."""
         return next((queue.failure for queue in self._queues if queue.failure is not None), None)
 
     def take_failure(self) -> CheckpointError | None:
-        """Return, instead of raising, a background failure that was not raised yet; returns at once."""
+        """Return (instead of raising) a background failure that has not been raised yet. Does not block."""
         for queue in self._queues:
             failure = queue.take_failure()
             if failure is not None:
@@ -247,7 +247,7 @@ class CheckpointerBase:
         return None
 
     def raise_failure(self) -> None:
-        """Raise a background failure that was not raised yet; returns at once."""
+        """Raise a background failure that has not been raised yet. Does not block."""
         failure = self.take_failure()
         if failure is not None:
             raise failure
@@ -255,15 +255,15 @@ class CheckpointerBase:
     # ---- uploads and removals ----------------------------------------------------------------------------------------
 
     def upload(self, path: StrPath) -> None:
-        """Upload a checkpoint that somebody else has saved in the local tier, if there are two tiers."""
+        """With two tiers: upload a checkpoint that another process has saved in the local tier."""
         target = self._save_path(path)
         if self._uploader is not None:
             self._uploader.upload(target)
 
     def remove(self, path: StrPath) -> None:
-        """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
+        """Delete the checkpoint at ``path`` once all saves requested so far are durable.
 
-        If the newest of those fails, the checkpoint is kept, and a warning says so. One that somebody has pinned stays
+        If the newest of them fails, the checkpoint is kept, with a warning. A pinned checkpoint stays
         (:mod:`ckpt_core.pins`).
         """
         target = self.known_as(path)
@@ -278,14 +278,14 @@ class CheckpointerBase:
             return False
         if path not in self._told_of_pins:
             self._told_of_pins.add(path)
-            logger.info("kept the checkpoint %s, which is pinned: ckpt drop lets go of it", path)
+            logger.info("kept the checkpoint %s, which is pinned: ckpt drop unpins it", path)
         return True
 
     def _delete(self, storage: Storage, path: str) -> None:
         storage.remove(path)
 
     def _wait_to_read(self, path: StrPath) -> str:
-        """Return the name of a checkpoint that is about to be read, when no save of it is under way."""
+        """Wait for pending saves of a checkpoint that is about to be read, and return its name."""
         source = self.known_as(path)
         self._pipeline.queue.wait(source)
         wait_for_saves(source)  # of another checkpointer
@@ -298,10 +298,10 @@ class CheckpointerBase:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, *, raises: bool = True) -> None:
-        """Wait for everything, uploads too, free the buffers, and raise what was not raised yet. It may be used again.
+        """Wait for everything, including uploads, free the buffers, and raise pending failures. It may be used again.
 
         Args:
-            raises: Whether to; if not, failures, which were logged, are forgotten.
+            raises: Whether to raise failures; if not, they are dropped (they have been logged).
         """
         self._pipeline.queue.wait()
         self._pipeline.close()
@@ -319,29 +319,30 @@ class CheckpointerBase:
 
 
 class Checkpointer(CheckpointerBase):
-    """Saves states as single torch-loadable files, durable and verified, in the foreground or in the background.
+    """Saves each state as one torch-loadable file, durable and verified, in the foreground or in the background.
 
     Args:
-        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable and needs 112 MiB of extra memory;
-            ``"async"`` returns when the state is copied and needs as much memory as ``max_pending`` states.
-        max_pending: How many saves may be under way before the next one waits (async only).
-        on_error: What a failure in the background does: ``"raise"`` at the next call of :meth:`save`, :meth:`wait`,
-            :meth:`raise_failure` or :meth:`close`; ``"warn"`` logs and counts it.
+        strategy: When :meth:`save` returns. ``"sync"``: when the checkpoint is durable; needs 112 MiB of extra memory.
+            ``"async"``: when the state is copied; needs memory for ``max_pending`` copies of the state.
+        max_pending: How many saves may be pending before the next one waits (async only).
+        on_error: What to do when a background save fails. ``"raise"``: the next :meth:`save`, :meth:`wait`,
+            :meth:`raise_failure` or :meth:`close` raises it. ``"warn"``: it is logged and counted.
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
-        storage: Keeps all checkpoints, whatever their path: your own :class:`~ckpt_core.storage.Storage`, or in tests a
-            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use. With ``tiers``, the local
-            tier's.
-        tiers: Commit on a local disk, which is what :meth:`save` and :meth:`wait` are about, and upload from there in
-            the background; :meth:`load` takes the nearest copy that is whole (:class:`ckpt_core.tiers.Tiers`).
+        storage: Use this storage for all checkpoints, whatever their path: your own
+            :class:`~ckpt_core.storage.Storage`, or in tests a :class:`~ckpt_core.storage.FaultyStorage`. By default,
+            the path decides. With ``tiers``, it is the storage of the local tier.
+        tiers: Commit on a local disk (:meth:`save` and :meth:`wait` refer to that), and upload from there in the
+            background. :meth:`load` takes the nearest intact copy (:class:`ckpt_core.tiers.Tiers`).
         uploads: Whether this process uploads; with ``tiers``.
-        overlap: Whether an asynchronous save of an accelerator's tensors leaves the device to copy parameters and
-            optimizers' state during the next forward and backward pass, so that nobody waits; the next step of any
-            ``torch.optim.Optimizer`` does, on the device. Whatever else changes them calls :meth:`wait_staged` first;
-            if it does not, the save fails with :class:`~ckpt_core.errors.SnapshotTornError`, and later ones wait.
-        max_host_bytes: The most memory that copies of states may take, in bytes; None: as much as they need. A save of
-            more than its share (of ``max_pending`` ones) passes through it in windows, and returns when the last one
-            is copied: with ``overlap``, too (async only).
+        overlap: Whether the device copies parameters and optimizers' state during the next forward and backward pass
+            (async saves of an accelerator's tensors). The host does not wait; the next step of any
+            ``torch.optim.Optimizer`` waits, on the device. Before anything else changes them, call
+            :meth:`wait_staged`. Otherwise the save fails with a :class:`~ckpt_core.errors.SnapshotTornError`, and
+            later saves wait for their copies.
+        max_host_bytes: Most memory in bytes for copies of states; None: as much as they need. A state larger than its
+            share (one of ``max_pending``) passes through in windows, and :meth:`save` returns when the last window is
+            copied, with ``overlap``, too (async only).
 
     Examples:
         >>> import os, tempfile, torch
@@ -357,16 +358,16 @@ class Checkpointer(CheckpointerBase):
         """Save ``state`` at ``path``.
 
         Args:
-            state: What ``torch.save`` would take.
-            path: Local path or URL. What is there now is replaced when, and only when, the new one is durable.
+            state: Anything that ``torch.save`` accepts.
+            path: Local path or URL. A checkpoint that is there now is replaced only once the new one is durable.
 
         Returns:
-            The size of the checkpoint in bytes, which is approximate while it is being written.
+            The size of the checkpoint in bytes; approximate while it is being written.
 
         Raises:
             SerializationError: Something in ``state`` cannot be pickled.
             SnapshotTornError: A tensor was changed while it was being copied.
-            StorageError: The storage refused, or had refused an earlier save in the background.
+            StorageError: The storage refused this save, or an earlier one in the background.
         """
         target = self._save_path(path)
         self.raise_failure()
@@ -380,9 +381,10 @@ class Checkpointer(CheckpointerBase):
             return self._pipeline.save(save, started=started, waited=waited)
 
     def copy(self, source: StrPath, target: StrPath) -> None:
-        """Save the checkpoint ``source``, which exists or whose save is under way, at ``target`` too.
+        """Also save the checkpoint ``source`` at ``target``; the save of ``source`` may still be pending.
 
-        Costs nothing on a local disk (a hard link) and no upload on a store. The two files do not depend on each other.
+        On a local disk, this is a hard link and costs nothing; on a store, it needs no upload. The two files do not
+        depend on each other.
 
         Raises:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
@@ -399,7 +401,7 @@ class Checkpointer(CheckpointerBase):
             self._pipeline.copy(original, path, act, started=started)
 
     def load(self, path: StrPath, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        """Load a checkpoint, waiting for it if its save is under way, and verify every byte of it.
+        """Load a checkpoint, waiting for a pending save of it, and verify every byte.
 
         Args:
             path: Local path or URL.

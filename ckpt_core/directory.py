@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints that are directories, written by one process or by many together."""
+"""Save and load checkpoints that are directories, written by one process or by many together."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ Result = TypeVar("Result")
 
 
 class DirectoryCheckpoint(DirectoryReader):
-    """A committed checkpoint, open for reading on one of the ranks that load it; in two tiers, whichever copy is whole.
+    """A committed checkpoint, open for reading on one rank; with two tiers, whichever copy is intact.
 
-    Damage inside a tensor is found when its bytes arrive. What was asked for is then read once more, all of it, from
-    the other tier, if that has a copy of the same save. Use it as a context manager, or :meth:`close` it.
+    Damage inside a tensor is noticed when its bytes are read. The whole request is then repeated from the other tier,
+    if that has a copy of the same save. Use it as a context manager, or call :meth:`close`.
 
     Args:
         path: The checkpoint's directory or URL.
-        storage: Where it is.
+        storage: The storage that holds it.
         ranks: The ranks.
-        weights_only: As for ``torch.load``, of objects in it that are not plain data; None means True.
+        weights_only: As for ``torch.load``, for objects that are not plain data; None means True.
 
     Attributes:
         path: The directory that is read, of whichever tier.
-        metadata: What was saved as such.
+        metadata: The metadata passed to the save.
         world_size: Number of ranks that wrote it.
-        save_id: Which save it is.
-        stamp: When it was committed, and of which step it is, as it says of itself.
-        files: Size in bytes of each of its files but the manifest.
+        save_id: The id of the save.
+        stamp: Its commit time and step, as recorded in it.
+        files: Size in bytes of each file except the manifest.
         size: Bytes of all files together.
 
     Raises:
         CheckpointNotFoundError: There is no manifest: no checkpoint was ever committed there.
-        CheckpointFormatError: It is another program's, or of a newer version.
-        CheckpointCorruptedError: The manifest is damaged or makes no sense.
+        CheckpointFormatError: Another program wrote it, or a newer version.
+        CheckpointCorruptedError: The manifest is damaged or invalid.
     """
 
     def __init__(self, path: str, storage: Storage, ranks: RankGroup, *, weights_only: bool | None = None) -> None:
@@ -86,7 +86,7 @@ class DirectoryCheckpoint(DirectoryReader):
     ) -> Any:
         """Return a part of the state; see :meth:`ckpt_core._layouts.directory.loading.DirectoryReader.load`.
 
-        ``into`` may hold distributed tensors, of which this rank's pieces are read; ``rank`` is this process's by
+        ``into`` may hold distributed tensors; this rank's pieces of them are read. ``rank`` is this process's rank by
         default.
         """
         read = functools.partial(
@@ -101,7 +101,7 @@ class DirectoryCheckpoint(DirectoryReader):
         return self._from_whole_copy(read)
 
     def read_file(self, name: str) -> bytes:
-        """Return the bytes of a file that somebody else wrote into the checkpoint, verified.
+        """Return the verified bytes of a file that the caller of the save added to the checkpoint.
 
         Args:
             name: Its path relative to the checkpoint's directory.
@@ -116,8 +116,8 @@ class DirectoryCheckpoint(DirectoryReader):
         """Compare every byte with its digest, and check that every element of every tensor is there once.
 
         Raises:
-            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs; it names the
-                file and, where it can, the tensor.
+            CheckpointCorruptedError: A file is missing, truncated or from another save, or a byte differs. The error
+                names the file and, if possible, the tensor.
         """
         self._from_whole_copy(super().verify)
 
@@ -133,7 +133,7 @@ class DirectoryCheckpoint(DirectoryReader):
         return read()
 
     def _change_over(self, error: CheckpointError) -> bool:
-        """Open the copy in the other tier, if it is one of the same save; return whether it is."""
+        """Open the copy in the other tier, if it is of the same save; return whether it is."""
         tiers, save_id = self._tiers, self.save_id
         if tiers is None or not self._is_local or self._identity is None:
             return False
@@ -153,32 +153,31 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 
 class DirectoryCheckpointer(CheckpointerBase):
-    """Saves states as directories of safetensors files, durable and verified, each rank its part.
+    """Saves each state as a directory of safetensors files, durable and verified; each rank writes its part.
 
-    :meth:`save` and :meth:`copy` are called on all ranks together. No collective is involved: in the background the
-    ranks report to rank 0, which commits. A failure on one rank is the failure of the save on all of them: the same
-    class is raised by the next :meth:`save`, :meth:`wait` or :meth:`close`, and what was at the path before is
-    untouched. What one rank has raised at once (something cannot be saved) the next :meth:`save` of the others raises
-    when it has begun: it is under way, as it is on that rank.
+    Call :meth:`save` and :meth:`copy` on all ranks together. They use no collective: the ranks report to rank 0 in the
+    background, and rank 0 commits. If one rank fails, the save fails on all of them: the next :meth:`save`,
+    :meth:`wait` or :meth:`close` raises the same class of error, and what was at the path before is untouched. If one
+    rank raises at once (because something cannot be saved), the others raise that error in their next :meth:`save`,
+    after it has begun; that save is then pending on all ranks.
 
     Args:
-        ranks: Who saves together; by default, this process alone.
-        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable, with 112 MiB of extra memory on
-            each rank; ``"async"`` returns when this rank's part is copied, which needs memory for ``max_pending`` such
-            parts.
-        slice_replicated: Whether all ranks write a slice of what is the same on all of them; otherwise rank 0 writes
-            it, to files that other programs read as they are.
-        max_pending: How many saves may be under way before the next one waits (async only).
-        on_error: What a failure in the background does: ``"raise"``, as above; ``"warn"`` logs and counts it.
-        commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
+        ranks: The ranks that save together; by default, only this process.
+        strategy: When :meth:`save` returns. ``"sync"``: when the checkpoint is durable; needs 112 MiB of extra memory
+            on each rank. ``"async"``: when this rank's part is copied; needs memory for ``max_pending`` such parts.
+        slice_replicated: Whether each rank writes a slice of the state that all ranks share. Otherwise rank 0 writes
+            it, to files that other programs can read as they are.
+        max_pending: How many saves may be pending before the next one waits (async only).
+        on_error: What to do when a background save fails. ``"raise"``: raise it as above. ``"warn"``: log and count it.
+        commit_timeout: How many seconds a rank whose part is durable waits for the others before the save fails.
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
-        storage: Keeps all checkpoints, whatever their path. By default the path says what to use. With ``tiers``, the
-            local tier's.
-        tiers: Commit on a local disk that all ranks see, and upload from there in the background: rank 0 uploads
-            everything, so that upload failures are raised there (:class:`ckpt_core.tiers.Tiers`).
-        link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or
-            copied by the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
+        storage: Use this storage for all checkpoints, whatever their path. By default, the path decides. With
+            ``tiers``, it is the storage of the local tier.
+        tiers: Commit on a local disk that all ranks see, and upload from there in the background. Rank 0 uploads
+            everything, so upload failures are raised there (:class:`ckpt_core.tiers.Tiers`).
+        link_unchanged: Whether files whose tensors have not changed are linked to the previous checkpoint's, or copied
+            by the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
         overlap: As for :class:`~ckpt_core.Checkpointer`.
         max_host_bytes: As for :class:`~ckpt_core.Checkpointer`.
 
@@ -238,7 +237,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has the same settings and no saves of its own; only one of a single process can be copied."""
+        """Copies have the same settings and no pending saves; only that of a single process can be copied."""
         if self._ranks.world_size > 1:
             raise TypeError("a DirectoryCheckpointer of several ranks cannot be pickled: make one in each process")
         return super().__reduce__()
@@ -263,29 +262,30 @@ class DirectoryCheckpointer(CheckpointerBase):
         absent: Callable[[], Collection[int]] | None = None,
         slice_replicated: bool | None = None,
     ) -> int:
-        """Save a state at ``path``; called on all ranks together, with the same path and parts of the same names.
+        """Save a state at ``path``. Call it on all ranks together, with the same path and part names.
 
         Args:
             parts: The state.
-            path: Local path or URL of the directory. The checkpoint that is there now is replaced when, and only when,
-                the new one is durable; other files in it stay.
-            metadata: Plain data to keep with the checkpoint; that of rank 0 counts.
-            step: Which step the state is of: ranks that name different ones are refused instead of being mixed.
-            write_files: Called, on every rank, with an empty local directory: what it writes there becomes files of the
-                checkpoint, under the same relative names. Or what :meth:`begin_files` returned, if they are written
-                already.
-            number: What :attr:`next_number` was on rank 0, for ranks that may have missed saves before.
-            absent: Asked on rank 0, which waits for the others: those that certainly do not come, and are left out.
-            slice_replicated: As for the class, in this save alone.
+            path: Local path or URL of the directory. A checkpoint that is there now is replaced only once the new one
+                is durable; other files in the directory stay.
+            metadata: Plain data to keep with the checkpoint; rank 0's counts.
+            step: The training step of the state. If ranks name different steps, the save is refused.
+            write_files: Called on every rank with an empty local directory. What it writes there becomes files of the
+                checkpoint, under the same relative names. Or the return value of :meth:`begin_files`, if the files are
+                already written.
+            number: The value of :attr:`next_number` on rank 0, for ranks that may have missed earlier saves.
+            absent: Called on rank 0 while it waits for the others; returns the ranks that will certainly not take
+                part, which are left out.
+            slice_replicated: Overrides the option of the class for this save.
 
         Returns:
             The size in bytes: of what this rank writes (async), or of the checkpoint (sync).
 
         Raises:
-            SerializationError: Something in ``parts`` or ``metadata`` is no plain data.
+            SerializationError: Something in ``parts`` or ``metadata`` is not plain data.
             SnapshotTornError: A tensor was changed while it was being copied.
-            StorageError: The storage refused, or had refused an earlier save in the background.
-            RankFailedError: Another rank is gone, is stopped, or does not save.
+            StorageError: The storage refused this save, or an earlier one in the background.
+            RankFailedError: Another rank is gone or stopped, or does not save.
         """
         target = self._name_of(path)
         if self._pipeline.is_inside_a_save and self._ranks.world_size > 1:

@@ -1,7 +1,7 @@
 """One tree of exceptions.
 
-Everything that goes wrong with a checkpoint is a :class:`CheckpointError`, so that one ``except`` is enough. Where
-Python or torch has an exception for the same thing, ours is also that one, so that existing handlers keep working::
+Every problem with a checkpoint is a :class:`CheckpointError`, so one ``except`` is enough. Where Python or torch has an
+exception for the same problem, ours derives from that one, too, so that existing handlers keep working::
 
     CheckpointError
     ├── CheckpointNotFoundError   (also FileNotFoundError)        nothing there, or nothing usable
@@ -44,12 +44,12 @@ class CheckpointError(Exception):
 
     Args:
         message: What happened.
-        path: The file or URL it happened to, if there is one.
-        key: The part of the state it happened to (``"state_dict.layer.weight"``), if there is one.
+        path: The file or URL concerned, if any.
+        key: The part of the state concerned (``"state_dict.layer.weight"``), if any.
         remedy: What the user can do: the option to change, the command to run.
 
     Attributes:
-        raised_at_once: Whether one of several ranks has raised it in its call of save, where others hear of it later.
+        raised_at_once: Whether one of several ranks raised it in its own call of save; the others learn of it later.
     """
 
     raised_at_once = False
@@ -84,7 +84,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointCorruptedError(CheckpointError):
-    """The bytes read are not the bytes that were saved: truncated, flipped, or mixed with another file."""
+    """The bytes differ from those that were saved: truncated, flipped, or mixed with another file."""
 
 
 class CheckpointFormatError(CheckpointError):
@@ -106,7 +106,7 @@ class StateMismatchError(CheckpointError, RuntimeError):
 class StorageError(CheckpointError, OSError):
     """The disk or the object store refused: full, read-only, permission, connection.
 
-    ``errno`` is that of the :class:`OSError` behind it, where there is one.
+    ``errno`` is that of the underlying :class:`OSError`, if there is one.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class RankFailedError(CheckpointError):
 
 
 def none_verifies(directory: str, passed_over: Mapping[str, CheckpointError]) -> CheckpointCorruptedError:
-    """Return the error for a look-up that found checkpoints of which none can be used.
+    """Return the error for a look-up that found checkpoints, none of which can be used.
 
-    Nothing may start from scratch then, so it is not a :class:`CheckpointNotFoundError`, which programs take for a
-    directory that is still empty.
+    It is not a :class:`CheckpointNotFoundError`, because programs take that for an empty directory and start from
+    scratch.
 
     Args:
-        directory: Where the look-up was.
-        passed_over: What is wrong with each checkpoint, by path, the newest first.
+        directory: The directory of the look-up.
+        passed_over: The problem of each checkpoint, by path, newest first.
     """
     path, error = next(iter(passed_over.items()))
     return CheckpointCorruptedError(

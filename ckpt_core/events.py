@@ -1,4 +1,4 @@
-"""What the engine reports: frozen data passed to listeners, and a log file of it.
+"""What the engine reports: frozen data that is passed to listeners, and a log file of it.
 
 A listener is any callable that takes one :class:`Event`. It is called on the thread where the event happens (the
 training thread or the writer thread), so it must be quick and must not raise.
@@ -75,11 +75,11 @@ class SnapshotTaken(Event):
     """The training thread is free again; the rest happens in the background (or, for a sync save, is done).
 
     Attributes:
-        bytes: Size of the checkpoint in bytes; 0 where it is another name of one that was saved before.
-        stall_seconds: Time the training thread was blocked, ``waited_seconds`` included.
-        waited_seconds: The part of it spent waiting for an earlier save to leave its buffer.
-        memory_seconds: The part of it spent waiting until some of the state was written, where ``max_host_bytes`` is
-            less than the state.
+        bytes: Size of the checkpoint in bytes; 0 if it is another name of one that was saved before.
+        stall_seconds: Time for which the training thread was blocked, including ``waited_seconds``.
+        waited_seconds: The part spent waiting for an earlier save to release its buffer.
+        memory_seconds: The part spent waiting until some of the state was written, if ``max_host_bytes`` is smaller
+            than the state.
     """
 
     bytes: int
@@ -105,7 +105,7 @@ class SaveCommitted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """The save failed; nothing is visible under its final name that was not there before.
+    """The save failed; whatever was under its final name before is unchanged.
 
     Attributes:
         error: The error in words.
@@ -126,7 +126,7 @@ class CheckpointLoaded(Event):
     Attributes:
         bytes: Size of the checkpoint in bytes.
         seconds: Time it took.
-        verified: Whether every byte was compared with its digest (False for files of other writers).
+        verified: Whether every byte was compared with its digest (False for files of other programs).
     """
 
     bytes: int
@@ -147,7 +147,7 @@ class CheckpointSkipped(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointUploaded(Event):
-    """A checkpoint, which is durable on a local disk, is now durable and visible in the place it is uploaded to, too.
+    """A checkpoint that is durable on a local disk is now also durable and visible in the place it is uploaded to.
 
     Attributes:
         target: Its path or URL there.
@@ -173,11 +173,11 @@ class UploadFailed(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UploadProgressed(Event):
-    """An upload that takes more than two seconds is under way; ever more seldom.
+    """Progress of an upload that takes more than two seconds; sent less and less often.
 
     Attributes:
         target: Its path or URL there.
-        bytes: Bytes that are sent.
+        bytes: Bytes sent so far.
         total: Size of the checkpoint in bytes.
         seconds: Time since it began.
     """
@@ -198,9 +198,9 @@ class ResumeCompared(Event):
     """A resumed run has compared the steps that it repeated with those of the interrupted run.
 
     Attributes:
-        path: Of the directory of the checkpoints.
+        path: The directory of the checkpoints.
         rank: The rank that compared.
-        steps: How many were equal.
+        steps: How many steps were equal.
         differs: What differed at the next one (``"data"``, ``"generators"``, ...); empty if all were equal.
         message: The same in words.
     """
@@ -213,12 +213,12 @@ class ResumeCompared(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingStarted(Event):
-    """A process begins to train, or continues.
+    """A process starts to train, or continues.
 
     Attributes:
-        path: Of the checkpoint that it continues from; where there is none, of the directory of the checkpoints.
+        path: The checkpoint that it continues from; if there is none, the directory of the checkpoints.
         resumed: Whether it continues.
-        step: Optimizer steps until now, those before a resume too.
+        step: Optimizer steps so far, including those before a resume.
     """
 
     resumed: bool
@@ -227,11 +227,11 @@ class TrainingStarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
-    """A process has trained to the end: not that it was killed, was told to end, or has raised.
+    """A process has trained to the end (it was not killed or preempted, and did not raise).
 
     Attributes:
-        path: Of the directory of the checkpoints.
-        step: Optimizer steps until now, those before a resume too.
+        path: The directory of the checkpoints.
+        step: Optimizer steps so far, including those before a resume.
     """
 
     step: int
@@ -246,7 +246,7 @@ _telling = threading.local()  # what a thread has yet to tell
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
-    """Tell every listener; one that raises is logged and does not stop the save.
+    """Call every listener; if one raises, that is logged and does not stop the save.
 
     What happens in a signal handler that has interrupted a listener is told when that has returned: it may hold a lock.
 
@@ -274,19 +274,19 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
 
 
 class RunSummary:
-    """A listener that adds up what checkpointing has cost a run, as seen by this process.
+    """A listener that adds up what checkpointing cost a run, as seen by this process.
 
     Attributes:
-        saves: States that became durable; another name of one (``last.ckpt``) does not count.
+        saves: States that became durable; another name of the same state (``last.ckpt``) does not count.
         failures: Saves and uploads that failed.
         uploads: Checkpoints that were uploaded.
         bytes: Size of the last checkpoint in bytes.
-        stall_seconds: Time that training stood still, all saves together.
-        longest_stall_seconds: The longest of them.
+        stall_seconds: Time for which training stood still, for all saves together.
+        longest_stall_seconds: The longest stall.
         commit_seconds: Time from the end of the stall until the last checkpoint was durable.
-        pending: Paths of the checkpoints whose save is under way.
+        pending: Paths of pending saves.
         loaded: The last checkpoint that was read; None if there was none.
-        say: Prints a line about what takes long; None where there is no console.
+        say: Prints a line about slow operations; None if there is no console.
 
     Examples:
         >>> from ckpt_core.events import RunSummary, SaveCommitted, SnapshotTaken
@@ -303,7 +303,7 @@ class RunSummary:
         self.begin()
 
     def begin(self) -> None:
-        """Count from zero, for another run in the same process; what was read before it belongs to it."""
+        """Count from zero, for another run in the same process. What was read before counts for that run."""
         self.saves = self.failures = self.uploads = self.bytes = self._bytes_in_all = 0
         self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
         self.pending: set[str] = set()
@@ -337,7 +337,7 @@ class RunSummary:
         """Return the figures of the last save and of the run, by the names under which trackers show them.
 
         Args:
-            run_seconds: How long the run has taken until now.
+            run_seconds: How long the run has taken so far.
         """
         return {
             "checkpoint/bytes": float(self.bytes),
@@ -350,12 +350,12 @@ class RunSummary:
         }
 
     def new_metrics(self, run_seconds: float) -> dict[str, float]:
-        """Return :meth:`metrics` if a save has become durable or has failed since the last call, else nothing.
+        """Return :meth:`metrics` if a save has become durable or has failed since the last call, otherwise nothing.
 
-        ``checkpoint/stall_seconds`` is the time for which training stood still since then.
+        ``checkpoint/stall_seconds`` is the stall time since then.
 
         Args:
-            run_seconds: How long the run has taken until now.
+            run_seconds: How long the run has taken so far.
         """
         saves, failures, stall = self._told
         if (saves, failures) == (self.saves, self.failures):
@@ -399,15 +399,15 @@ def size_in_words(nbytes: float) -> str:
 class EventLog:
     """A listener that appends each event to a file as one line of JSON.
 
-    Each line is one ``write`` to a file opened for appending, so that several threads and processes may share the file
-    and a killed process leaves whole lines only. Besides the event's own fields, a line has its name (``event``), the
-    process (``pid``, ``host``, ``since`` when) and its ``rank``.
+    Each line is one ``write`` to a file opened for appending. So several threads and processes may share the file, and
+    a killed process leaves only complete lines. In addition to the event's own fields, a line has its name (``event``),
+    the process (``pid``, ``host``, ``since`` when) and its ``rank``.
 
     Args:
         path: The local file; its directory is created.
 
     Raises:
-        StorageError: There is another file, such as a checkpoint, to which nothing may be appended.
+        StorageError: The path is another file, such as a checkpoint.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -416,7 +416,7 @@ class EventLog:
         if self.path.is_file():
             with self.path.open("rb") as file:
                 if file.read(1) not in (b"", b"{"):
-                    message = "there is something already: a file that is no event log"
+                    message = "something is already there: a file that is not an event log"
                     raise StorageError(message, path=os.fspath(path), remedy="give another name")
 
     def __call__(self, event: Event) -> None:
@@ -431,7 +431,7 @@ class EventLog:
 
 
 def rank_of_process() -> int:
-    """Return the rank of this process among those that train together, 0 if it is alone."""
+    """Return the rank of this process among those that train together; 0 if it is alone."""
     import torch.distributed as dist  # the command line reads this module, and shows help without torch
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,6 +1,6 @@
-"""What tells a run to save and end: a signal, a time, a file or a question that a thread asks.
+"""What makes a run save and end: a signal, a deadline, a file, or a function that a thread calls.
 
-:class:`EndWatch` is for loops of one's own: all ranks hear of it after the same step, without a collective.
+:class:`EndWatch` is for your own training loops: all ranks learn of it after the same step, without a collective.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ _NOTICE = "a notice"
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption:
-    """What tells a run to save a checkpoint at the next step and end.
+    """What makes a run save a checkpoint at the next step and end.
 
     Args:
-        signals: Names of signals. Handlers that the program has installed before are called, too.
+        signals: Names of signals. Handlers that the program has already installed are called, too.
         deadline: Seconds from now, or a time (without a zone: local time), also as text (``"2026-11-22T04:00"``).
-            Leave room for a step and a save.
-        notice: A file that appears, or a function without arguments that returns whether to end, called on a thread;
-            both on one rank are enough. What it raises is logged the first time, and it is called again.
-        look_every: Seconds between two looks at the clock and the notice.
+            Allow for a step and a save.
+        notice: The path of a file that will appear, or a function without arguments that returns whether to end, called
+            on a thread. One rank is enough for either. If the function raises, that is logged the first time, and it is
+            called again.
+        look_every: Seconds between two checks of the clock and the notice.
 
     Raises:
-        ValueError: A value makes no sense; the message begins with the argument's name.
+        ValueError: A value is invalid; the message begins with the argument's name.
 
     Example:
         >>> Preemption(signals=["SIGTERM", "SIGUSR1"], deadline=4 * 3600).signals
@@ -74,14 +75,14 @@ class Preemption:
 
     @classmethod
     def of(cls, value: Any) -> Preemption | None:
-        """Return what the option ``preempt`` says.
+        """Return the value of the option ``preempt``.
 
         Args:
             value: True for the defaults, False or None for nothing (None), the names of signals, a mapping of the
-                arguments, or one of these.
+                arguments, or a :class:`Preemption`.
 
         Raises:
-            ValueError: It says none of that.
+            ValueError: It is none of these.
         """
         if value is None or value is False:
             return None
@@ -97,10 +98,10 @@ class Preemption:
 
 
 def exit_status(requests: Iterable[str]) -> int:
-    """Return the exit status of a run that was told to end: 128 and the number of the signal, or 75.
+    """Return the exit status of a run that ended on request: 128 plus the number of the signal, or 75.
 
     Args:
-        requests: What has told it: names of signals, others in words.
+        requests: What ended it: names of signals, or other reasons in words.
 
     Example:
         >>> exit_status(["SIGTERM"]), exit_status(["a notice"])
@@ -111,11 +112,11 @@ def exit_status(requests: Iterable[str]) -> int:
 
 
 class Notices:
-    """Looks at the clock and for a notice, on a thread, which there is only if one of them can come.
+    """Checks the clock and the notice on a thread, which exists only if one of them is set.
 
     Args:
-        preemption: What to look for.
-        ask: Called once, on the thread, with what has come.
+        preemption: What to check.
+        ask: Called once, on the thread, with what has occurred.
     """
 
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
@@ -126,7 +127,7 @@ class Notices:
             threading.Thread(target=self._watch, name="ckpt-notices", daemon=True).start()
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop checking."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -158,12 +159,12 @@ class Notices:
 
 
 class SignalNotes:
-    """Notes signals of this process until it is closed, and calls the handlers that were there.
+    """Notes signals of this process until it is closed, and calls the previous handlers.
 
-    Does nothing outside of the main thread, where Python takes no handlers.
+    Does nothing outside the main thread, where Python accepts no handlers.
 
     Args:
-        names: Of the signals.
+        names: The names of the signals.
         note: Called in the handler with the name; must return at once.
     """
 
@@ -193,7 +194,7 @@ class SignalNotes:
         return other._handler_before(number) if isinstance(other, SignalNotes) and other._is_closed else before
 
     def close(self) -> None:
-        """Put back the handlers that were there, where nobody has replaced this one; on any thread, in any order."""
+        """Restore the previous handlers, unless somebody has replaced this one; on any thread, in any order."""
         self._is_closed = True
         for number in self._before:
             with contextlib.suppress(ValueError):  # not on the main thread
@@ -203,11 +204,11 @@ class SignalNotes:
 
 
 class End(NamedTuple):
-    """Why a run is to end.
+    """Why a run should end.
 
     Attributes:
         reason: In words: ``"SIGTERM"``, ``"its deadline"``, ``"a notice"``.
-        status: The exit status that tells whoever starts runs again: 128 and the signal's number, or 75.
+        status: The exit status for whoever restarts the run: 128 plus the signal's number, or 75.
     """
 
     reason: str
@@ -215,15 +216,15 @@ class End(NamedTuple):
 
 
 class EndWatch:
-    """Notes signals, a deadline and notices; made on all ranks together, on their main threads.
+    """Watches for signals, a deadline and notices. Create it on all ranks together, on their main threads.
 
     Args:
-        preempt: What tells the run to end: True (SIGTERM), names of signals, or a :class:`Preemption`.
+        preempt: What makes the run end: True (SIGTERM), names of signals, or a :class:`Preemption`.
         ranks: The ranks of the run; None for a single process.
-        is_rank_gone: Called on a thread while this rank waits for answers: whether another one will not answer.
+        is_rank_gone: Called on a thread while this rank waits for answers; returns whether another rank is gone.
 
     Raises:
-        ValueError: ``preempt`` makes no sense.
+        ValueError: ``preempt`` is invalid.
 
     Examples:
         >>> import signal
@@ -251,18 +252,18 @@ class EndWatch:
         self._steps = 0
 
     def ask(self, reason: str) -> None:
-        """Let the run end for a reason of one's own; on any thread, also in a signal handler."""
+        """Make the run end for a reason of your own; on any thread, also in a signal handler."""
         self._meeting.ask(reason)
 
     def due(self, *, last: bool = False) -> End | None:
-        """Return why the run is to end now, None if it is not; asked by all ranks after each step.
+        """Return why the run should end now, or None. Call it on all ranks after each step.
 
         Args:
-            last: Whether this is the last step: what any rank was told by now counts, and signals do from now on what
-                they did before.
+            last: Whether this is the last step. Requests that any rank got so far count, and from now on signals have
+                their previous effect.
 
         Raises:
-            SystemExit: It is to end, and the other ranks do not answer, so that nothing can be saved.
+            SystemExit: The run should end, but the other ranks do not answer, so nothing can be saved.
         """
         self._steps += 1
         if last:
@@ -277,7 +278,7 @@ class EndWatch:
         return end
 
     def close(self) -> None:
-        """Watch no longer, and put the handlers of signals back."""
+        """Stop watching, and restore the signal handlers."""
         self._notices.close()
         self._signals.close()
         self._meeting.close()

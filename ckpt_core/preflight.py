@@ -46,8 +46,8 @@ class Preflight:
         behind = seconds_behind()
         if behind > _CLOCK_SECONDS:
             logger.warning(
-                "the clock of this machine is %.0f minutes behind the newest checkpoint: the order of checkpoints is "
-                "kept, but they seem to be of another time; set the clock",
+                "the clock of this machine is %.0f minutes behind the newest checkpoint. Checkpoints stay in "
+                "order, but have wrong dates: set the clock",
                 behind / 60,
             )
 
@@ -62,7 +62,7 @@ class Preflight:
             is_gone = not storage.exists(path)
         except CheckpointError as error:
             return (
-                f"nothing can be deleted in {directory}, so all checkpoints will stay there, and {path}: "
+                f"nothing can be deleted in {directory}, so {path} and all checkpoints will stay there: "
                 f"{error.message}; allow this program to delete objects, or keep all checkpoints on purpose"
             )
         return None if is_gone else f"{path} is still there after it was deleted: are objects there held or versioned?"
@@ -79,7 +79,7 @@ def _of_disk(directory: str, size: int) -> str | None:
     if free < size:
         return (
             f"the next checkpoint may not fit: {directory} has {size_in_words(free)} left, and the first took "
-            f"{size_in_words(size)}; an old one goes only when the new one is durable. Make room for two"
+            f"{size_in_words(size)}; an old one is deleted only after the new one is durable. Make room for two"
         )
     if disk.f_files and disk.f_favail < 100:
         return f"the filesystem of {directory} has only {disk.f_favail} files (inodes) left: delete some"
@@ -120,10 +120,10 @@ class RefusedKeys:
         shown = "; ".join(f"{key or 'somewhere'}: {what}" for key, what in list(refused.items())[:_MOST_SHOWN])
         more = f"; and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
         logger.warning(
-            "the checkpoint %s is saved, and a load with the default weights_only=True will refuse it: %s%s. "
-            "Save plain data in their place (numbers, strings, lists, dictionaries, tensors; float(x), x.tolist()), or "
-            "allow the types with torch.serialization.add_safe_globals, or load with weights_only=False "
-            "(with Accelerate: allow_pickle=True), which runs code from the checkpoint",
+            "the checkpoint %s is saved, but a load with the default weights_only=True will refuse it: %s%s. "
+            "Save plain data instead (numbers, strings, lists, dictionaries, tensors; float(x), x.tolist()), or "
+            "allow the types with torch.serialization.add_safe_globals, or load with weights_only=False (with "
+            "Accelerate: allow_pickle=True), which runs code from the checkpoint",
             path,
             shown,
             more,

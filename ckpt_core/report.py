@@ -422,7 +422,7 @@ def _refuse_other_file(target: str, beginning: bytes) -> None:
         if found not in (b"", beginning):
             what = "page of a report" if beginning == _PAGE else "picture"
             raise StorageError(
-                f"there is something already: a file that is no {what}", path=target, remedy="give another name"
+                f"something is already there: a file that is not a {what}", path=target, remedy="give another name"
             )
 
 
@@ -574,7 +574,7 @@ def _interruptions(interruptions: Sequence[Interruption]) -> list[str]:
 def _stalls(saves: Sequence[Save]) -> str:
     stalls = [save for save in saves if save.stall is not None and not save.is_copy]
     if not stalls:
-        return "<p class=muted>no save got so far</p>"
+        return "<p class=muted>no save got this far</p>"
     longest, typical = max(save.stall or 0.0 for save in stalls) or 1e-9, _median(stalls)
     chosen = _some(stalls, _MOST_MARKS)
     width = _WIDTH / len(chosen)

@@ -1,9 +1,9 @@
-"""Where a run that nobody watches resumes: the newest checkpoint that verifies, and on which it does not crash.
+"""Where an unattended run resumes: from the newest checkpoint that verifies and on which it does not crash.
 
-A run may crash on its newest checkpoint each time: the weights are not finite, the data after it cannot be read, memory
-does not suffice. A scheduler that starts it again would do so for ever. So a small file beside the checkpoints counts
-how often in a row a run was resumed from one and ended before there was a newer one; from the third time on, an older
-one is tried first.
+A run may crash on its newest checkpoint each time: the weights are not finite, the next data cannot be read, or there
+is not enough memory. A scheduler would restart it for ever. So a small file beside the checkpoints counts how often in
+a row a run was resumed from a checkpoint and ended before there was a newer one. After the third time, an older one is
+tried first.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _VERSION = 1
 
 
 def folder_of_run() -> str:
-    """Return the name of the folder for checkpoints of a run that names none.
+    """Return the folder for the checkpoints of a run that does not name one.
 
-    The tasks of a SLURM array are runs of their own, and have a folder of their own, the same when they are submitted
-    again.
+    Each task of a SLURM array has its own folder, which stays the same when the array is submitted again.
 
     Example:
         >>> folder_of_run()
@@ -51,8 +50,8 @@ class ResumePoint:
     Attributes:
         path: The checkpoint, a local path or URL.
         step: Optimizer steps taken; None if the checkpoint does not say.
-        epoch: The epoch in which it was saved, the first is 0; None as above.
-        batch: Batches of this epoch that were used, on each rank; None as above.
+        epoch: The epoch in which it was saved, counted from 0; None as above.
+        batch: Batches of this epoch that each rank has used; None as above.
     """
 
     path: str
@@ -73,9 +72,9 @@ class ResumePoint:
         """Return the line that a run prints when it resumes here.
 
         Args:
-            outcome: Whether that is exact, or what else comes of it.
-            nbytes: How much was read; None if that is not known.
-            seconds: How long that took.
+            outcome: Whether the resume is exact, or how it differs.
+            nbytes: Number of bytes read; None if unknown.
+            seconds: How long reading took.
             is_verified: Whether every byte was compared with its digest.
 
         Examples:
@@ -91,16 +90,16 @@ class ResumePoint:
 
 
 class ResumeAttempts:
-    """How often in a row runs were resumed from the checkpoints of one directory, and got to no newer one.
+    """Counts how often in a row runs resumed from the checkpoints of a directory without saving a newer one.
 
-    All ranks may read it; one of them calls :meth:`begin` and :meth:`end`, when all have looked. A record that cannot
-    be read or written is as if there were none, with a warning: it never stops a run.
+    All ranks may read it. One of them calls :meth:`begin` and :meth:`end`, after all have looked. If the record cannot
+    be read or written, a warning says so, and nothing is counted: it never stops a run.
 
     Args:
-        root: The directory of the checkpoints, also a URL.
-        limit: After how many attempts a checkpoint is stepped over; None: never.
+        root: The directory of the checkpoints, or its URL.
+        limit: After how many attempts a checkpoint is skipped; None: never.
         storage_options: For fsspec.
-        tiers: The record is kept in the local tier, if ``root`` lies in one.
+        tiers: The record is kept in the local tier, if ``root`` is in one.
 
     Raises:
         ValueError: ``limit`` is not at least 1.
@@ -125,7 +124,7 @@ class ResumeAttempts:
         self._stepped_over: list[CheckpointInfo] = []
 
     def in_order(self, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Return checkpoints in their order, but those on which the run has crashed too often last; say which."""
+        """Return checkpoints in their order, with those on which the run crashed too often last; log which."""
         infos, counts = list(infos), self._read()
         last = [info for info in infos if self._limit is not None and counts.get(_key(info), 0) >= self._limit]
         newly = [info for info in last if info not in self._stepped_over]
@@ -133,8 +132,8 @@ class ResumeAttempts:
         newer = itertools.takewhile(lambda info: info in last, infos)  # of the others nobody would ask
         for info in [info for info in newer if info in newly]:
             logger.warning(
-                "stepped over the checkpoint %s: the run was resumed from it %d times in a row and ended each time "
-                "before it had saved another one; to use it nevertheless, name it or delete %s",
+                "skipped the checkpoint %s: the run was resumed from it %d times in a row and ended each time "
+                "before it had saved another one. To use it anyway, pass its path or delete %s",
                 info.path,
                 counts[_key(info)],
                 self._path,
@@ -155,7 +154,7 @@ class ResumeAttempts:
         self._write(counts)
 
     def end(self) -> None:
-        """Note that the run has ended as it should, or was told to end: what it was resumed from is sound."""
+        """Note that the run ended normally or on request, so the checkpoint that it resumed from is sound."""
         try:
             if self._storage.exists(self._path):
                 self._storage.remove(self._path)
@@ -170,7 +169,7 @@ class ResumeAttempts:
         except CheckpointNotFoundError:
             return {}
         except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s cannot be read, so no checkpoint is stepped over: %s", self._path, error)
+            logger.warning("%s cannot be read, so no checkpoint is skipped: %s", self._path, error)
             return {}
 
     def _write(self, counts: dict[str, int]) -> None:
@@ -194,20 +193,20 @@ def newest_to_resume(
     tiers: Tiers | None = None,
     memory: MemoryTier | None = None,
 ) -> ResumePoint | None:
-    """Return where a run of one's own continues, None if there is nothing to resume; counts as an attempt.
+    """Return where your own training loop continues, or None if there is nothing to resume. Counts as an attempt.
 
-    With several ranks, call it on one of them, and let the others know what it has returned.
+    With several ranks, call it on one of them and pass the result to the others.
 
     Args:
-        root: The directory of the checkpoints, also a URL: those that are directories, and files ``*.ckpt``.
+        root: The directory of the checkpoints, or its URL. Directories and ``*.ckpt`` files count.
         attempts: After how many attempts in a row from one checkpoint, without a newer one, an older one is tried
             first; None: never.
         storage_options: For fsspec.
         tiers: Look in both tiers.
-        memory: Look at the run's snapshots in memory, too.
+        memory: Also look at the run's snapshots in memory.
 
     Raises:
-        CheckpointCorruptedError: There are checkpoints, and none of them verifies.
+        CheckpointCorruptedError: There are checkpoints, but none of them verifies.
 
     Examples:
         >>> newest_to_resume("no/such/directory") is None
@@ -224,7 +223,7 @@ def newest_to_resume(
 
 
 def only_checkpoints(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return those that are directories, or files with the usual ending: what else a directory of a run holds, goes.
+    """Return only directories and files with the usual ending; a run's directory may hold other files, too.
 
     Args:
         infos: As of a :class:`~ckpt_core.Catalog` of all names (``suffix=""``).

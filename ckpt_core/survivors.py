@@ -192,7 +192,7 @@ def no_rescue(problem: str) -> str:
     Args:
         problem: Why not, in words.
     """
-    return f"just_in_time saves nothing when a rank dies: {problem}; the next start resumes from the last checkpoint"
+    return f"just_in_time will save nothing if a rank dies: {problem}; the next start resumes from the last checkpoint"
 
 
 @contextlib.contextmanager
@@ -362,7 +362,7 @@ class Survivors:
             os.pwrite(self._descriptor, head + data, _HEAD_BYTES + slot * _SLOT_BYTES)
 
     def _give_up(self, why: str) -> None:
-        log.warning("rank %d: no checkpoint is saved when a rank dies: %s", self._rank, why)
+        log.warning("rank %d: just_in_time will save nothing if a rank dies: %s", self._rank, why)
         self.close(remove=True)
 
     def _tell(self, doing: str, number: Any = None) -> None:
@@ -461,7 +461,7 @@ class Survivors:
             self._tell(_STOPPED, held)
             return self._rescue(held, save, write)
         except OSError:
-            log.exception("rank %d: no checkpoint could be saved when a rank had died", self._rank)
+            log.exception("rank %d: could not save a checkpoint after a rank had died", self._rank)
             return False
         finally:
             with contextlib.suppress(OSError):
@@ -490,7 +490,7 @@ class Survivors:
         held = {other: at for other, (doing, at, alive) in states.items() if doing in (_STOPPED, _WROTE) and alive}
         number, writers = self._writers({**held, self._rank: holds})
         if number is None:
-            log.error("rank %d: no rank that is left holds a whole state: resume from the last checkpoint", self._rank)
+            log.error("rank %d: no surviving rank holds a complete state: resume from the last checkpoint", self._rank)
             return False
         saver = min(writers)
         if self._rank not in writers:
@@ -631,7 +631,7 @@ def _local_place(url: str) -> str:
         os.mkdir(home, 0o700)
     status = os.lstat(home)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, "others have the directory, or may write to it", home)
+        raise PermissionError(errno.EPERM, "the directory belongs to others, or they may write to it", home)
     return os.path.join(home, hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
 
 

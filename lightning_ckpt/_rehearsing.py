@@ -83,7 +83,7 @@ def rehearse_this_script(trainer: Any, *, is_strict: bool) -> None:
     elif is_strict:
         raise CheckpointError(
             f"a resume of this script would not be exact, so it does not train:\n{result.text()}",
-            remedy="mend what is named, or let it train all the same with rehearse=True",
+            remedy="fix what is named, or train anyway with rehearse=True",
         )
     else:
         warnings.warn(f"a resume of this script would not be exact:\n{result.text()}", stacklevel=2)
@@ -96,7 +96,7 @@ def _refuse_other_launchers(trainer: Any) -> None:
     by_lightning = type(environment).__name__ == "LightningEnvironment" and not trainer.is_global_zero
     if trainer.num_nodes > 1 or (is_launched and not by_lightning):
         raise CheckpointError(
-            "rehearse starts the script again, and cannot start the other ranks again, which a launcher has started",
+            "rehearse starts the script again, but cannot restart the other ranks, which a launcher has started",
             remedy=_IN_PLACE,
         )
 
@@ -106,8 +106,8 @@ def _command_of_this_process() -> list[str]:
     is_script = is_users_file(file) and os.path.basename(str(file)) not in _TEST_RUNNERS
     if not is_script or hasattr(builtins, "__IPYTHON__") or multiprocessing.parent_process() is not None:
         raise CheckpointError(
-            "rehearse starts the script again, and this process (a notebook, a test, a prompt, a process that another "
-            "one has started) runs none",
+            "rehearse starts the script again, but this process (a notebook, a test, a prompt, a process started "
+            "by another one) does not run a script",
             remedy=_IN_PLACE,
         )
     words = sys.orig_argv[1:]
@@ -128,7 +128,7 @@ def _begin(trainer: Any) -> str | None:
     assert plan is not None
     if plan.by_script and not any(getattr(callback, "rehearse", False) for callback in trainer.callbacks):
         raise CheckpointError(
-            "rehearse is asked for by a Trainer that is not the first one of the script to fit",
+            "rehearse works only with the first Trainer of a script that fits",
             remedy="give rehearse to the ResumableCheckpoint of the first Trainer, or train with each in a script of "
             "its own",
         )

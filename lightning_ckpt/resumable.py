@@ -204,8 +204,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             MemoryTier("run", every=memory_every_n_steps, root=memory_dir)  # refuses what makes no sense
             if resume is None and dirpath is None:
                 raise ValueError(
-                    "memory_every_n_steps needs dirpath or resume='auto': without them each start has another "
-                    "directory, by which the next one would not find the snapshots"
+                    "memory_every_n_steps needs dirpath or resume='auto': without them, each start uses another "
+                    "directory, and the next start would not find the snapshots"
                 )
         self._memory: MemorySnapshots | None = None
         self._known_of_failures: dict[str, Any] = {}
@@ -398,7 +398,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     # ---- the exact state ---------------------------------------------------------------------------------------------
 
     def _warn_inexact(self, causes: str) -> None:
-        warnings.warn(f"this resume cannot be promised to be exact: {causes}", stacklevel=2)
+        warnings.warn(f"this resume is not guaranteed to be exact: {causes}", stacklevel=2)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -693,12 +693,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         if self._lookup.was_passed_over(filepath):
-            logger.warning(
-                "kept the checkpoint %s, which was passed over: look at it, and delete it yourself", filepath
-            )
+            logger.warning("kept the checkpoint %s, which was passed over: check it, and delete it yourself", filepath)
             return
         if self._plugin is None and os.path.exists(pin_path(filepath)):
-            logger.info("kept the checkpoint %s, which is pinned: ckpt drop lets go of it", filepath)
+            logger.info("kept the checkpoint %s, which is pinned: ckpt drop unpins it", filepath)
             return  # a plugin of ours looks for itself
         if self._retention is not None:
             self._retention.forget(filepath)
@@ -792,7 +790,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 error, lambda step: os.path.join(directory, f"{_JUST_IN_TIME}{step}{self.FILE_EXTENSION}")
             )
         except Exception:  # whatever users' hooks raise: the exception that ends the training is the one to be seen
-            logger.exception("no checkpoint could be saved when a rank had died: resume from the last one")
+            logger.exception("could not save a checkpoint after a rank had died: resume from the last one")
         else:
             self._is_ending = path is not None
 
@@ -878,7 +876,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             if left is not None:
                 logger.warning(
                     "there is no checkpoint in %s, where this run saves, but there are some in %s: give "
-                    "ResumableCheckpoint a dirpath, or resume='auto', so that each start finds those of the one before",
+                    "ResumableCheckpoint a dirpath, or resume='auto', so that each start finds the checkpoints "
+                    "of the previous one",
                     directory,
                     left,
                 )
@@ -982,8 +981,8 @@ def _check_alone(interval: str | None, settings: Mapping[str, Any]) -> None:
     for name in ("monitor", "every_n_train_steps", "train_time_interval"):
         if settings.get(name) is not None:
             raise ValueError(
-                f"interval={interval!r} and {name} are for two callbacks: one that saves for a restart, when that is "
-                f"due, and a second ResumableCheckpoint({name}=...)"
+                f"interval={interval!r} and {name} need two callbacks: one that saves for restarts, and a second "
+                f"ResumableCheckpoint({name}=...)"
             )
 
 

@@ -143,7 +143,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if is_distributed and torch.distributed.get_world_size() > 1:
                 raise CheckpointError(
-                    "ShardedCheckpointIO saves on all ranks together, and was called on one of them outside of a "
+                    "ShardedCheckpointIO saves on all ranks together, but was called on one of them, outside a "
                     "Trainer or Fabric",
                     remedy="save with trainer.save_checkpoint or fabric.save, on all ranks",
                 )

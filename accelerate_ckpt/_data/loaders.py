@@ -209,7 +209,7 @@ class LoaderPositions:
     def _say_causes(self) -> None:
         causes, self._causes = self._causes, []
         if causes:
-            self._say(f"this resume cannot be promised to be exact: {'; '.join(dict.fromkeys(causes))}")
+            self._say(f"this resume is not guaranteed to be exact: {'; '.join(dict.fromkeys(causes))}")
 
     def _superseded(self, loaders: list[dict[str, Any] | None]) -> set[int]:
         """Return which loaders the script has replaced by others, as scripts that prepare a new one every epoch do."""
@@ -325,8 +325,8 @@ class LoaderPositions:
         ]
         if any(position is not None and position.leaves_one_out for position in positions):
             self._say_once(
-                "save_state was called after the script took a batch and before it used it: a resume continues with "
-                "the batch after it (save at the end of the loop's body)"
+                "save_state was called after the script took a batch, but before it used it: a resume skips that "
+                "batch (save at the end of the loop's body)"
             )
         is_inside = any(position is not None and position.is_inside for position in positions)
         repeats = is_inside and any(position is not None and position.repeats for position in positions)
@@ -411,8 +411,8 @@ class LoaderPositions:
                 causes.append(cause)
         if state.get("in_evaluation"):
             causes.append(
-                "it was saved inside of an evaluation, of which the rest is not done: the next one is a whole one "
-                "(save before an evaluation, or after it)"
+                "it was saved inside an evaluation, whose rest is skipped: the next one is complete (save before "
+                "an evaluation, or after it)"
             )
         self._are_repeats_told = bool(state.get("repeats"))
         if self._are_repeats_told:

@@ -26,7 +26,7 @@ from ckpt_core.state.rng import RngState
 
 log = logging.getLogger(__name__)
 
-_AGAIN = "reading batches again to get back to where the data was"
+_AGAIN = "reading batches again to get back to the saved position"
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"
 _OVER = object()
@@ -392,9 +392,10 @@ class LoaderPosition:
         if self._fits(state):
             if state["draws_while_reading"]:
                 return (
-                    "an iterable data set is read again from its beginning, because it has no state_dict or "
-                    "Accelerate divides it over the ranks, and draws random numbers in the main process while it is "
-                    "read; its order is reproduced only if it does not depend on them (num_workers=1 avoids that)"
+                    "an iterable dataset is read again from its beginning, because it has no state_dict or "
+                    "Accelerate divides it over the ranks, and draws random numbers in the main process while it "
+                    "is read; its order is reproduced only if it does not depend on them (num_workers=1 avoids "
+                    "that)"
                 )
             found = [self._tracker.check(part) for part in (state["pass"], state["between"]) if part is not None]
             return next((problem for problem in found if problem is not None), None)
@@ -442,7 +443,7 @@ class LoaderPosition:
         self._tracker.carried.restore_generators(self._begun_generators)
         drop = self._tracker.prepare(state["pass"])
         if drop >= 100:
-            log.info("reading %d batches again to get back to where the data was", drop)
+            log.info("reading %d batches again to get back to the saved position", drop)
         iterator = self._internals.make_iterator()
         if drop and self._first_rng is not None:
             # a division of an iterable data set keeps its first batch, to complete the last one with it

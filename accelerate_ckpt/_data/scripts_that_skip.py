@@ -151,7 +151,7 @@ class Opening:
         if left_out < 1 or self.then is not Next.RESUMED:
             return
         if self.habit <= self.steps <= self.taken < self.steps + self.habit:
-            log.info("the script left out %d batches itself, as many as it had: resumed after them", self.steps)
+            log.info("the script skipped %d batches by itself, as many as it had used: resumed after them", self.steps)
         elif self.waits and self.habit == 1:
             log.warning(
                 "after the load the script took %d batches that it did not use, but the checkpoint was saved after %d: "
@@ -162,8 +162,9 @@ class Opening:
             )
         elif self.waits:
             log.warning(
-                "after the load the script took %d batches that it did not use, and the checkpoint was saved after %d: "
-                "if it meant to skip what it had, some were lost; use accelerator.skip_first_batches",
+                "after the load the script took %d batches that it did not use, and the checkpoint was saved "
+                "after %d: if it meant to skip those that it had used, some were lost: use "
+                "accelerator.skip_first_batches",
                 left_out,
                 self.steps,
             )

@@ -313,22 +313,22 @@ class Division:
         """Return why a position in another division means nothing in this one, in words, or ``None``."""
         then, now = state["layout"], self.describe()
         if isinstance(self.nothing, list) is not isinstance(state["consumed"], list):
-            return "a data loader is of another kind than the one that was saved"
+            return "a data loader is of a different kind than the saved one"
         moved = now["world_size"] != then["world_size"]
         if self._tracker.iterable and moved and now["ranks"] == then["ranks"] == 1:
-            return "an iterable data set divides itself over the ranks"
+            return "an iterable dataset divides itself over the ranks"
         if isinstance(state["consumed"], list) and len(state["consumed"]) != max(1, self._tracker.workers):
-            return "an iterable data set was read by another number of workers"
+            return "an iterable dataset was read by another number of workers"
         if then["counts_samples"] != now["counts_samples"]:
-            return "a data loader has another kind of batch sampler than the one that was saved"
+            return "a data loader has a different kind of batch sampler than the saved one"
         return None
 
     def difference(self, state: Mapping[str, Any]) -> str | None:
         """Return what of the division has changed, in words, or ``None`` where only the number of ranks has."""
         then, now = state["layout"], self.describe()
         if then["method"] == "load" and not self._tracker.iterable:
-            return "the state of a data set is not carried over to another division of its samples"
+            return "the state of a dataset is not carried over to another division of its samples"
         if then["world_size"] != now["world_size"]:
             return None
         changed = [f"{name} was {then[name]} and is {now[name]}" for name in now if then[name] != now[name]]
-        return f"a data loader divides its samples in another way ({', '.join(changed)})"
+        return f"a data loader divides its samples differently ({', '.join(changed)})"

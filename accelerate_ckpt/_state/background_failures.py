@@ -109,7 +109,7 @@ class OutcomeWatch:
             is_file, text = reason
             raise FileExistsError(text) if is_file else ValueError(text)
         if agreed != path:
-            log.warning("rank %d saves at %s, where rank 0 does, and not at %s", self._agreement.rank, agreed, path)
+            log.warning("rank %d saves to %s, the path of rank 0, and not to %s", self._agreement.rank, agreed, path)
         absent = functools.partial(agreement.absent_from, agreement.meeting, agreement.place)
         return AgreedSave(str(agreed), step_of_rank_0, number, frozenset(agreement.left_out), absent)
 

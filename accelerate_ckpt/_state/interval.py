@@ -38,8 +38,8 @@ class AutoInterval:
         if session.step_of_all is None:
             session.tell_once(
                 "interval",
-                "the option interval does not save by itself, because the ranks may take different numbers of steps: "
-                "call save_state where all of them come",
+                "the option interval does not save by itself, because the ranks may take different numbers of "
+                "steps: call save_state at a point that all ranks reach",
             )
             return False
         proposal = self.schedule.propose(step, session.commit_seconds) if session.rank == 0 else None

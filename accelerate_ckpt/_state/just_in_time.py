@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 _REPLICAS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _DRAIN_SECONDS = 5.0  # for a save that only waits for the disk
 _CUT = (
-    "a rank was lost between an optimizer's step and the next batch, and what the script had yet to do there, such as "
-    "a scheduler's step, is left out"
+    "a rank was lost between an optimizer's step and the next batch, and what the script had left to do there, "
+    "such as a scheduler's step, is skipped"
 )
 _hooked: list[bool] = []
 _kept: list[Any] = []  # the Accelerator, until training is over: a local of a function that raises is gone at the end
@@ -105,7 +105,7 @@ def _problem_of(session: Session) -> str | None:
     if session.uneven or session.local_sgd.moments_differ:
         return "the ranks may take different numbers of steps, or have weights of their own"
     if len(accelerator._save_model_state_pre_hook) > (session.saves_alone is not None):
-        return "hooks of the script write files into checkpoints, for which all ranks are needed"
+        return "hooks of the script write files into checkpoints, which needs all ranks"
     return None
 
 
@@ -272,7 +272,7 @@ class JustInTime:
                 self._session.checkpointer.drain(timeout=_DRAIN_SECONDS)
                 self._survivors.rescue(self._held(), self._save, self._write, max(1, self._since))
             except Exception:
-                log.exception("no checkpoint could be saved when a rank had died: resume from the last one")
+                log.exception("could not save a checkpoint after a rank had died: resume from the last one")
 
     def _held(self) -> int | None:
         noted = self._survivors.last

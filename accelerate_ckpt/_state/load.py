@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 _INEXACT = "not exact, see the warning"
 _BUT_AN_END = (
-    ", but it was saved in the body of an epoch's last batch: a script that begins with the next epoch does not do "
-    "again what it does after an epoch (save after that)"
+    ", but it was saved in the body of an epoch's last batch: a script that begins with the next epoch does not "
+    "repeat what it does after an epoch (save after that)"
 )
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
@@ -173,9 +173,9 @@ def _may_run_code(session: Session, load_kwargs: Mapping[str, Any] | None) -> bo
 def _tell_of_stock(session: Session, path: str) -> None:
     session.tell_once(
         "stock",
-        f"{path} was saved by stock Accelerate: the data order and position, the gradients of an open accumulation "
-        "window and the registered objects of other ranks are not in it, so what follows is not exactly what would "
-        "have followed. The next save_state has it all",
+        f"{path} was saved by stock Accelerate: the data order and position, the gradients of an open "
+        "accumulation window and the registered objects of other ranks are not in it, so this resume is not "
+        "exact. The next save_state holds everything",
     )
 
 
@@ -352,7 +352,7 @@ class _Ours:
         is_exact = session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
         notes = self._about.get("not_exact")
         if notes:
-            session.tell_once("not exact", f"this resume cannot be promised to be exact: {'; '.join(notes)}")
+            session.tell_once("not exact", f"this resume is not guaranteed to be exact: {'; '.join(notes)}")
         is_exact &= not notes and not self._about.get("of_stock") and len(self._saved_by) == self._saved_world_size
         in_last_body = any(one and one["trained"] and one.get("in_last_body") for one in own["data"]["loaders"])
         outcome = f"exact{_BUT_AN_END if in_last_body else ''}" if is_exact else _INEXACT
@@ -403,7 +403,7 @@ def _metadata(checkpoint: DirectoryCheckpoint, path: str) -> Mapping[str, Any]:
         )
     if about["version"] > _VERSION:
         raise CheckpointFormatError(
-            f"the checkpoint is of version {about['version']}, and this is accelerate_ckpt for version {_VERSION}",
+            f"the checkpoint has version {about['version']}, but this accelerate_ckpt reads version {_VERSION}",
             path=path,
             remedy="install a newer accelerate_ckpt",
         )

@@ -44,8 +44,8 @@ class LocalSgdState:
         """Refuse another number of ranks where each has a state of its own."""
         if (state["num_steps"] or state["moments_differ"]) and saved_world_size != world_size:
             raise StateMismatchError(
-                f"under LocalSGD {saved_world_size} ranks saved weights or moments of their own, and there are "
-                f"{world_size} now",
+                f"under LocalSGD, {saved_world_size} ranks saved their own weights or moments, but now there are "
+                f"{world_size} ranks",
                 path=path,
                 key="local_sgd",
                 remedy=f"resume with {saved_world_size} processes",

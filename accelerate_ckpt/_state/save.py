@@ -135,10 +135,11 @@ def _agree(session: Session, target: str) -> AgreedSave:
         session.come_all = True
     if step != agreed.step:
         error = RankFailedError(
-            f"rank {session.rank} saves step {step}, and rank 0 step {agreed.step}: that is no checkpoint",
+            f"rank {session.rank} saves step {step}, but rank 0 step {agreed.step}: they cannot save one "
+            "checkpoint together",
             path=agreed.path,
-            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant "
-            "to take different numbers of steps, make the Accelerator with even_batches=False",
+            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks may "
+            "take different numbers of steps, create the Accelerator with even_batches=False",
         )
         _fail_everywhere(session, agreed, error)
         raise error
@@ -149,10 +150,10 @@ def _tell_of_absent(session: Session, absent: Collection[int]) -> None:
     session.come_all = False
     session.tell_once(
         "absent",
-        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint has "
-        "the models, optimizers and schedulers, and of rank 0 alone what each rank has for itself (random generators, "
-        "data position, registered objects), so a resume is not exact. Call save_state on all ranks, not under "
-        "`if accelerator.is_main_process`",
+        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint "
+        "has the models, optimizers and schedulers, but only rank 0's random generators, data position and "
+        "registered objects, so a resume is not exact. Call save_state on all ranks, not under `if "
+        "accelerator.is_main_process`",
     )
 
 
@@ -170,8 +171,8 @@ def _must_wait_for_window(session: Session) -> bool:
     if policy == "grads" and is_sharded(accelerator):
         session.tell_once(
             "fsdp-window",
-            "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is "
-            "complete. Set mid_accumulation='defer' to say that this is what you want",
+            "FSDP does not expose the gradients of an open accumulation window: the save is made when the window "
+            "is complete. Set mid_accumulation='defer' to silence this warning",
         )
         return True
     return policy == "defer"

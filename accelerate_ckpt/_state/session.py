@@ -150,8 +150,8 @@ class Session:
             self.retention = Retention(KeepLatest(2), self.checkpointer, config.storage_options, PREFIX)
         elif self.interval is not None and accelerator.project_configuration.total_limit is None:
             raise OptionError(
-                "interval saves often, and automatic names without total_limit keep everything: give retention, such "
-                "as 'latest=2', or ProjectConfiguration(total_limit=2)"
+                "interval saves often, and automatic names without total_limit keep everything: set retention, "
+                "such as 'latest=2', or ProjectConfiguration(total_limit=2)"
             )
         self.recording = (
             Recording(self._accelerator, self.checkpointer.notify, self.announce) if config.recorder else None
@@ -437,9 +437,10 @@ class Session:
 
 def _warn_of_loss(names: Sequence[str]) -> None:
     warnings.warn(
-        f"this resume begins without variables of the script that training had changed: {in_words(names)}. They are "
-        "what a new run has, and no checkpoint holds them: if training depends on them, it is not exact; give an "
-        "object that holds them to register_for_checkpointing, or set them after load_state",
+        f"this resume begins without variables of the script that training had changed: {in_words(names)}. They "
+        "have the values of a new run, because no checkpoint holds them. If training depends on them, this "
+        "resume is not exact: pass an object that holds them to register_for_checkpointing, or set them after "
+        "load_state",
         stacklevel=2,
     )
 

@@ -131,7 +131,9 @@ class StockCheckpoint:
             raise CheckpointCorruptedError(
                 f"a checkpoint of stock Accelerate cannot be loaded: {type(error).__name__}: {error}",
                 path=self._directory,
-                remedy="all its files are whole, so it is of another model: the model may be partly loaded",
+                remedy=(
+                    "its files are intact, so it is probably of another model; this model may now be partly loaded"
+                ),
             ) from error
         if not self._has_random_states:
             # A rank that the saving run did not have: ranks with different counts would wait for each other for ever.

@@ -26,9 +26,9 @@ class StockCheckpointNotice(TrainerCallback):
             return
         StockCheckpointNotice._was_told = True
         log.warning(
-            "this transformers.Trainer saves checkpoints of its own, which accelerate_ckpt leaves as they are: they "
-            "are neither durable nor verified, and written while training waits. For ours: "
-            "Trainer(..., callbacks=[accelerate_ckpt.integrations.transformers.ResumableCallback()])"
+            "this transformers.Trainer saves its own checkpoints, which accelerate_ckpt leaves alone: they are "
+            "neither durable nor verified, and training waits while they are written. To use ours: Trainer(..., "
+            "callbacks=[accelerate_ckpt.integrations.transformers.ResumableCallback()])"
         )
 
 

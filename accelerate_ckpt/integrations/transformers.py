@@ -186,8 +186,8 @@ class ResumableCallback(TrainerCallback):
         session = session_of(self._trainer.accelerator)
         if session is None:
             raise CheckpointError(
-                "the Trainer has another Accelerator than when the callback was made",
-                remedy="make a new Trainer and a new ResumableCallback",
+                "the Trainer's Accelerator is not the one that it had when the callback was created",
+                remedy="create a new Trainer and a new ResumableCallback",
             )
         return session
 
@@ -395,8 +395,8 @@ class ResumableCallback(TrainerCallback):
             os.unlink(weights)
             self._session.tell_once(
                 "weights",
-                f"{type(self._trainer).__name__} writes a model.safetensors of its own, which is a file of the "
-                "checkpoint itself: it is left out, and the checkpoint's has all weights. Give it another name, or let "
+                f"{type(self._trainer).__name__} writes its own model.safetensors, which is also a file of the "
+                "checkpoint: it is left out, and the checkpoint's file has all weights. Use another name, or let "
                 "super() write it",
             )
         if self._trainer.is_world_process_zero():
@@ -464,7 +464,8 @@ class ResumableCallback(TrainerCallback):
         session = self._session
         if self._trainer.args.ignore_data_skip:
             raise OptionError(
-                "ignore_data_skip=True cannot be used to resume from this checkpoint: it continues where the data was"
+                "ignore_data_skip=True cannot be used to resume from this checkpoint: it continues at the saved "
+                "position in the data"
             )
         with session.checkpointer.load(path) as checkpoint:
             checkpoint.read_file(_STATE_FILE)  # the Trainer reads it unverified
@@ -472,8 +473,8 @@ class ResumableCallback(TrainerCallback):
         saved = about.get("world_size", session.world_size)
         if saved != session.world_size:
             raise StateMismatchError(
-                f"the checkpoint was saved by {saved} processes, and this run has {session.world_size}: the Trainer "
-                "computes from the number of steps where in the epoch it is, which would be wrong",
+                f"the checkpoint was saved by {saved} processes, and this run has {session.world_size}: the "
+                "Trainer computes its position in the epoch from the number of steps, which would be wrong",
                 path=path,
                 remedy=f"start {saved} processes",
             )
@@ -553,7 +554,7 @@ class _LoopState:
 
 def _unbound() -> CheckpointError:
     return CheckpointError(
-        "this ResumableCallback does not know its Trainer: it was added when that was made already",
+        "this ResumableCallback does not know its Trainer: it was added after the Trainer had been created",
         remedy="Trainer(..., callbacks=[ResumableCallback()]), or ResumableCallback(trainer) instead of add_callback",
     )
 

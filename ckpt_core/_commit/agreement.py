@@ -166,7 +166,7 @@ class Agreement:
             said.heard()
             if theirs != what:
                 raise RankFailedError(
-                    f"rank {self.rank} called {what}, and rank 0 called {theirs}",
+                    f"rank {self.rank} called {what}, but rank 0 called {theirs}",
                     remedy="call save_state and load_state on all ranks, in the same order",
                 )
             return others, value

@@ -205,9 +205,10 @@ class JointSave:
             path, error = json.loads(head)
             if error is None and failure is None and path != self._path:
                 raise RankFailedError(
-                    f"rank 0 saves to {self._path}, and rank {rank} to {path}: that is no checkpoint",
+                    f"rank 0 saves to {self._path}, but rank {rank} to {path}: they cannot save one checkpoint "
+                    "together",
                     path=self._path,
-                    remedy="give save() the same path on all ranks, without the rank or the time of day in it",
+                    remedy="pass the same path to save() on all ranks, without the rank or the time of day in it",
                 )
             at_once = at_once or (error is not None and error["raised_at_once"])
             if error is not None and failure is None:
@@ -226,15 +227,15 @@ class JointSave:
         begun = [rank for rank in ranks if store.has(self._key(f"begun/{rank}"))]
         if dead := [rank for rank in begun if rank in found]:
             return RankFailedError(
-                f"{names_of(dead)} died before the save of {self._path} was whole",
+                f"{names_of(dead)} died before the save of {self._path} was complete",
                 path=self._path,
                 remedy="look at the log of that rank",
             )
         if ended := [rank for rank in ranks if rank in found]:
             return RankFailedError(
-                f"{names_of(ended)} did not begin the save of {self._path}, and will not: no such process is left",
+                f"{names_of(ended)} did not begin the save of {self._path}, and cannot any more: the process has ended",
                 path=self._path,
-                remedy="look at the log of that rank; if it ended as it should, call save on all ranks, together",
+                remedy="look at the log of that rank; if it ended normally, call save on all ranks together",
             )
         if begun:
             return self._too_late(begun)
@@ -284,7 +285,7 @@ class JointSave:
         return RankFailedError(
             f"{names_of(ranks)} did not begin the save of {self._path} within {self._timeout:g} s of rank {self._rank}",
             path=self._path,
-            remedy="call save on all ranks, together; commit_timeout= says how long they may be apart",
+            remedy="call save on all ranks together; commit_timeout= sets how far apart they may be",
         )
 
     def _too_late(self, ranks: Sequence[int]) -> RankFailedError:

@@ -103,7 +103,8 @@ def unseal(store: Store, key: str, sealed: bytes) -> str:
     mark, _, value = text.partition(" ")
     if not hmac.compare_digest(mark.encode(), _mark(secret, key, value).encode()):
         raise RankFailedError(
-            "what another rank is said to have reported was written by a program that is not one of the ranks",
+            "the report of a rank was not written by one of the ranks: another program has access to the port of "
+            "this job",
             remedy="find out who else connects to the ports of this job, and keep them out with a firewall",
         )
     return value
@@ -117,7 +118,7 @@ def derived_key(store: Store, purpose: str) -> bytes:
     """
     secret = _secret_of(store)
     if secret is None:
-        raise RankFailedError("the ranks have no secret of their own", remedy="connect them with RankGroup.connect")
+        raise RankFailedError("the ranks share no secret", remedy="connect them with RankGroup.connect")
     return hashlib.blake2b(purpose.encode(), key=secret, digest_size=32).digest()
 
 

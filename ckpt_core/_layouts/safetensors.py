@@ -191,7 +191,7 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
         found = {name: _stored_tensor(name, entry, begin, reader.path) for name, entry in entries.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptedError(
-            f"the header of a safetensors file makes no sense: {error}", path=reader.path, remedy=_REMEDY
+            f"the header of a safetensors file is invalid: {error}", path=reader.path, remedy=_REMEDY
         ) from error
     end = begin
     for name, tensor in sorted(found.items(), key=lambda item: (item[1].begin, item[1].info.nbytes)):
@@ -205,7 +205,7 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
         end += tensor.info.nbytes
     if end != reader.size:
         raise CheckpointCorruptedError(
-            f"a safetensors file has {reader.size} bytes and not {end}", path=reader.path, remedy=_REMEDY
+            f"a safetensors file has {reader.size} bytes instead of {end}", path=reader.path, remedy=_REMEDY
         )
     return found
 

@@ -90,7 +90,8 @@ def unchangeable(name: str, path: str) -> StorageError:
 def not_alone(name: str, path: str) -> StorageError:
     """Return the error for a file of a caller where another job may be writing one of the same name."""
     return StorageError(
-        f"another job saves into the same directory, and could overwrite {name!r}, which is a name in all checkpoints",
+        f"another job saves into the same directory, and could overwrite {name!r}, which has the same name in all "
+        "checkpoints",
         path=path,
         key=name,
         remedy="end one of the two jobs, or give it a directory of its own",
@@ -264,8 +265,8 @@ def wait_for_files(storage: Storage, directory: str, sizes: Mapping[str, int], p
             return
         if time.monotonic() > deadline:
             raise StorageError(
-                f"the process that commits does not see {len(missing)} files of {len(sizes)} that the others have "
-                f"written, {missing[0]!r} among them",
+                f"the process that commits does not see {len(missing)} of {len(sizes)} files that the others have "
+                f"written, such as {missing[0]!r}",
                 path=path,
                 remedy="save to a directory that all machines share",
             )

@@ -263,7 +263,8 @@ class DirectorySave:
             step, written, added = json.loads(head)
             if step != self._step:
                 raise RankFailedError(
-                    f"rank 0 saves step {self._step}, and rank {rank} step {step}: that is no checkpoint",
+                    f"rank 0 saves step {self._step}, but rank {rank} step {step}: they cannot save one "
+                    "checkpoint together",
                     path=self.path,
                     remedy="call save on all ranks together, the same number of times",
                 )
@@ -271,7 +272,7 @@ class DirectorySave:
             for file in (ExtraFile(*fields) for fields in added):
                 if extra.setdefault(file.name, file) != file:
                     raise SerializationError(
-                        f"rank {rank} has added another {file.name!r} than a rank before it",
+                        f"rank {rank} has added a different {file.name!r} than an earlier rank",
                         path=self.path,
                         key=file.name,
                         remedy="in write_files, write it on one rank only, or give every rank's file its own name",

@@ -47,7 +47,7 @@ def add_commands(commands: Commands) -> None:
         "--allow-pickle",
         "--trust-pickle",
         action="store_true",
-        help="load objects that are not plain data: the file can run any code",
+        help="load objects that are not plain data: the file can run arbitrary code",
     )
     _add_force(convert)
 

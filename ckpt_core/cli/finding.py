@@ -152,9 +152,9 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
     storage = storage_for(place, storage_options)
     if not is_directory_checkpoint(storage, place) and (storage.list(place) or storage.subdirectories(place)):
         raise StorageError(
-            "there is something already: a directory that is no checkpoint",
+            "something is already there: a directory that is not a checkpoint",
             path=path,
-            remedy=f"give a name in it: {place}/NAME",
+            remedy=f"choose a name inside it: {place}/NAME",
         )
     try:
         found = find(path, storage_options)
@@ -164,7 +164,7 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
         return
     if state_of(found.checkpoints[0], storage_options) == "FOREIGN":
         raise StorageError(
-            "there is something already: a file that is no checkpoint", path=path, remedy="give another name"
+            "something is already there: a file that is not a checkpoint", path=path, remedy="give another name"
         )
     if not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")

@@ -193,7 +193,7 @@ def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list
     real = [path if is_remote(path) else os.path.realpath(path) for path in (source, target)]
     if not is_remote(target) and os.path.lexists(target) and not os.path.isdir(target):
         raise StorageError(
-            "there is something already: a file, and no directory", path=target, remedy="give another target"
+            "something is already there: a file, not a directory", path=target, remedy="give another target"
         )
     if options.recursive and real[1].startswith(f"{real[0]}/"):
         raise CheckpointError(
@@ -335,7 +335,7 @@ def _refuse_what_stays(path: str, is_directory: bool) -> None:
     for folder in folders:
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             raise StorageError(
-                f"it cannot be moved, because nothing may be deleted in {folder}", path=path, remedy="ckpt cp copies it"
+                f"it cannot be moved: no permission to delete in {folder}", path=path, remedy="ckpt cp copies it"
             )
 
 
@@ -451,5 +451,5 @@ def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
         if not (is_remote(path) or os.path.isdir(path)):
             raise
         raise CheckpointFormatError(
-            "there is a directory at the target that is no checkpoint", path=path, remedy="end the target with /"
+            "the target is a directory that is not a checkpoint", path=path, remedy="end the target with /"
         ) from error

@@ -166,8 +166,8 @@ def parts_of_ours(state: Mapping[str, Any], path: str) -> tuple[list[Part], dict
     ranks = len(state[_OWN])
     if ranks != 1:
         raise StateMismatchError(
-            f"the checkpoint was saved by {ranks} processes, each with a state of its own, which one file does not "
-            "give back to them",
+            f"the checkpoint was saved by {ranks} processes, each with its own state, which one file cannot give "
+            "back to them",
             path=path,
             key=_OWN,
             remedy="take the directory that the file was made of; or its weights: ckpt convert --to safetensors",

@@ -133,7 +133,7 @@ class Exported:
             yield
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise CheckpointCorruptedError(
-                f"the structure of the export makes no sense: {error!r}",
+                f"the structure of the export is invalid: {error!r}",
                 path=self.path,
                 key=STRUCTURE,
                 remedy="export the checkpoint again",

@@ -87,7 +87,7 @@ class _ExportPlanner(SavePlanner):
         self._checkpoint = checkpoint
         if added := checkpoint.extra_files:
             _logger.warning(
-                "left out %d files that others have added to %s, such as %s: DCP has no place for them",
+                "left out %d files that were added to %s, such as %s: DCP has no place for them",
                 len(added),
                 checkpoint.path,
                 added[0],

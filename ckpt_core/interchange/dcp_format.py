@@ -121,8 +121,8 @@ class _Unpickler(pickle.Unpickler):
             return DTYPES[name]
         if (module, name) not in _NAMES:
             raise UnsafeCheckpointError(
-                f"the metadata of the checkpoint ask for {module}.{name}, which DCP does not write there: it could run "
-                "any code",
+                f"the metadata of the checkpoint ask for {module}.{name}, which DCP does not write there: it "
+                "could run arbitrary code",
                 path=self._path,
                 remedy="do not use this checkpoint, unless you know its author: then load it with dcp.load and save "
                 "it again",
@@ -220,7 +220,7 @@ def verify_stored(storage: Storage, directory: str, entry: DcpEntry, box: Box, l
         found = peek_torch_file(section)
         if (found.dtype, tuple(found.shape)) != (entry.info.dtype, box.shape):
             raise CheckpointCorruptedError(
-                "its type or shape is another one than in the metadata", path=section.path, remedy=REMEDY
+                "its type or shape differs from the metadata", path=section.path, remedy=REMEDY
             )
 
     _read_stored(storage, directory, entry, location, compare)
@@ -243,7 +243,7 @@ def _read_stored(
     except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
         if refused_in(error) is not None:
             raise UnsafeCheckpointError(
-                f"the object at {key} is not plain data, and rebuilding it could run any code",
+                f"the object at {key} is not plain data, and rebuilding it could run arbitrary code",
                 path=path,
                 key=key,
                 remedy="import the rest of the state with only=, or allow the type with "

@@ -127,7 +127,7 @@ class CkptStorageWriter(StorageWriter):
         """Refuse what cannot end in one checkpoint of all ranks."""
         if kwargs.get("use_collectives") is False:
             raise CheckpointError(
-                "use_collectives=False saves a checkpoint of its own for each rank, which this storage does not have",
+                "use_collectives=False saves a separate checkpoint for each rank, which this storage does not support",
                 path=self._path,
                 remedy="save with use_collectives=True",
             )

@@ -288,7 +288,9 @@ def _model_in(state: Any, part: str | None, path: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointFormatError(
-            f"there is no model under {part!r}" if part else "it is not known where the model is in this checkpoint",
+            f"there is no model under {part!r}"
+            if part
+            else ("the location of the model in this checkpoint is unknown"),
             path=path,
             remedy=f"give its key as part; there is: {keys}",
         )
@@ -461,12 +463,12 @@ def _match_optimizer(state: Any, optimizer: torch.optim.Optimizer, plan: _Plan, 
     """
     label = indexed("optimizer", index)
     if not isinstance(state, Mapping) or "param_groups" not in state or "state" not in state:
-        return _OptimizerMatch({}, [], {label: "the checkpoint has no state of it"})
+        return _OptimizerMatch({}, [], {label: "the checkpoint has no state for it"})
     names = [[plan.parameters.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
     numbers = [name for group in names for name in group]
     saved_names = _saved_names(state, names, plan)
     if saved_names is None:
-        return _OptimizerMatch({}, [], {label: "it cannot be told which state belongs to which parameter"})
+        return _OptimizerMatch({}, [], {label: "it is not certain which state belongs to which parameter"})
     by_name = {saved_names[key]: found for key, found in state["state"].items() if key in saved_names}
     there = {here: saved for saved, here in plan.here.items()}
     match = _OptimizerMatch({}, [], {})

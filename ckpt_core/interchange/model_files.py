@@ -334,7 +334,7 @@ def _files_of(storage: Storage, directory: str, name: str) -> dict[str, Sequence
             files.setdefault(file_name, []).append(key)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(
-            f"the model's index makes no sense: {error}", path=path, remedy="download the model again"
+            f"the model's index is invalid: {error}", path=path, remedy="download the model again"
         ) from error
     return dict(files)
 

@@ -142,7 +142,7 @@ def new_directory(target: StrPath) -> Iterator[str]:
         )
     path = os.path.abspath(local_path(target))
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
-        raise StorageError("there is something already", path=path, remedy="export to a path where there is nothing")
+        raise StorageError("something is already there", path=path, remedy="export to a path where there is nothing")
     parent, name = os.path.split(path)
     try:
         os.makedirs(parent, exist_ok=True)

@@ -1,7 +1,7 @@
 """Pure decisions about checkpoints: which ones to keep, and when to save.
 
-A retention policy sees what is known of each committed checkpoint, which a history collects, and says which it wants
-kept. It reads no file and deletes none; who asks it deletes the others, and only after their successor is durable.
+A retention policy gets what a history knows about each committed checkpoint, and says which ones to keep. It reads and
+deletes no files. Its caller deletes the others, and only after their successor is durable.
 """
 
 from ckpt_core.policies.history import RetentionHistory, numbers_in

@@ -1,4 +1,4 @@
-"""What a run knows of its checkpoints, those of the runs before it too, for a policy to choose from."""
+"""What a run knows about its checkpoints, including those of earlier runs, for a policy to choose from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_core.policies.retention import RetentionPolicy, SavedCheckpoint, to_de
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers, as floats: what a policy may choose by. Others are left out."""
+    """Return the values that are numbers, as floats. Policies may choose by these; others are left out."""
     found = {}
     for name, value in values.items():
         try:
@@ -23,13 +23,13 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class RetentionHistory:
-    """The checkpoints of a run, and which of them its policy gives up.
+    """The checkpoints of a run, and which of them its policy no longer keeps.
 
     Args:
-        policy: Says which to keep.
+        policy: Decides which to keep.
 
     Attributes:
-        policy: The same.
+        policy: The policy.
 
     Examples:
         >>> from ckpt_core.policies import KeepLatest, RetentionHistory
@@ -50,27 +50,27 @@ class RetentionHistory:
         Args:
             path: Its path or URL.
             step: Optimizer steps taken.
-            metrics: Values at that moment, by name; what is not a number is left out.
-            time: Unix time of its commit in seconds; by default, it is committed now.
+            metrics: Values at that moment, by name; values that are not numbers are left out.
+            time: Unix time of its commit in seconds; by default, now.
         """
         self._saved[path] = SavedCheckpoint(path, step, commit_time() if time is None else time, numbers_in(metrics))
 
     def forget(self, path: str) -> None:
-        """Note that a checkpoint is gone, or never came to be."""
+        """Note that a checkpoint is gone, or was never saved."""
         self._saved.pop(path, None)
 
     def read_back(self, paths: Iterable[str], read: Callable[[str], SavedCheckpoint | None]) -> None:
-        """Take over the checkpoints of earlier runs, each of which is read once.
+        """Add the checkpoints of earlier runs; each is read once.
 
         Args:
-            paths: All that are there.
-            read: Returns what the checkpoint at a path says of itself; None keeps it, whatever the policy says.
+            paths: All existing checkpoints.
+            read: Returns what the checkpoint at a path records; None keeps it, whatever the policy says.
         """
         for path in sorted(set(paths) - set(self._saved)):
             self._saved[path] = read(path)
 
     def wants(self, path: str) -> bool:
-        """Return whether the policy wants to keep a checkpoint that is known."""
+        """Return whether the policy wants to keep a known checkpoint."""
         return path in self._saved and path not in self.surplus()
 
     def surplus(self, protected: Collection[str] = (), *, among: Collection[str] | None = None) -> list[str]:
@@ -78,26 +78,26 @@ class RetentionHistory:
 
         Args:
             protected: Paths to keep whatever the policy says.
-            among: Paths that count; by default, all that are known.
+            among: Paths that count; by default, all known ones.
         """
         known = [saved for path, saved in self._saved.items() if saved is not None and (among is None or path in among)]
         return [saved.path for saved in to_delete(self.policy, known, protected=protected)]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return what is known of the checkpoints, as plain data."""
+        """Return what is known about the checkpoints, as plain data."""
         known = (saved for saved in self._saved.values() if saved is not None)
         return [{**dataclasses.asdict(saved), "metrics": dict(saved.metrics)} for saved in known]
 
     def load_state_dict(
         self, state: Iterable[Mapping[str, Any]], directory: str, *, looks: bool = True, levels: int = 0
     ) -> None:
-        """Take over what an earlier process knew.
+        """Restore what an earlier process knew.
 
         Args:
             state: Its :meth:`state_dict`.
-            directory: Where the checkpoints are now; it may have been moved since.
-            looks: Whether what is not on the local disk is left out.
-            levels: How many directories below it the checkpoints are at most.
+            directory: Where the checkpoints are now; they may have been moved.
+            looks: Whether to leave out what is not on the local disk.
+            levels: At most how many directories below it the checkpoints are.
         """
         for entry in state:
             note_commit(entry["time"])

@@ -1,8 +1,8 @@
 """When to save: how far apart saves are, chosen from what they cost and how often a run is interrupted.
 
 A save costs the time for which training stands still. A failure costs the work since the last durable checkpoint. The
-interval at which both together are least is that of Young (1974), here in the form of Daly (2006). The time until a
-checkpoint is durable does not change where the optimum is; but a save that begins before waits for the one before it.
+interval that minimises their sum is Young's (1974), here in the form of Daly (2006). The time until a checkpoint is
+durable does not change the optimum, but a save that begins earlier has to wait for the previous one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORTH_SAYING = 1.5
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Return how much time of work between two saves loses the least, in seconds (Daly 2006, equation 37).
+    """Return the time of work between two saves that loses the least, in seconds (Daly 2006, equation 37).
 
     Args:
         cost: Seconds for which a save stops the training.
@@ -52,12 +52,12 @@ def best_interval(cost: float, mtbf: float) -> float:
 def expected_time_between_failures(world_size: int, run_seconds: float = 0.0, failures: int = 0) -> float:
     """Return the mean time between failures to expect, in seconds.
 
-    Begins with what is assumed, as if one failure had been seen in that time: 24 hours, or for many ranks 50,000 hours
-    divided by their number (Llama 3, 2024). What the run sees soon weighs more.
+    It starts from an assumption, as if one failure had been seen in that time: 24 hours, or for many ranks 50,000 hours
+    divided by their number (Llama 3, 2024). What the run observes soon weighs more.
 
     Args:
         world_size: Number of ranks.
-        run_seconds: How long the run has trained, its earlier starts included.
+        run_seconds: How long the run has trained, including its earlier starts.
         failures: How often it was interrupted.
     """
     assumed = min(_LONGEST_ASSUMED_SECONDS, _HOURS_OF_A_RANK * 3600.0 / world_size)
@@ -69,13 +69,13 @@ class SaveInterval:
     """How the time between two saves is chosen.
 
     Args:
-        mtbf: Mean time between failures in seconds; None: what was observed, and at first assumed.
-        max_overhead: The share of the run that saves may take, such as 0.005. Without ``mtbf`` it is used up; with it,
-            it is a bound.
-        continuous: Save as soon as the checkpoint before is durable.
+        mtbf: Mean time between failures in seconds; None: as observed, and at first assumed.
+        max_overhead: The share of the run that saves may take, such as 0.005. Without ``mtbf`` it is used in full; with
+            ``mtbf`` it is a bound.
+        continuous: Save as soon as the previous checkpoint is durable.
 
     Raises:
-        ValueError: A value makes no sense; the message names it.
+        ValueError: A value is invalid; the message names it.
 
     Examples:
         >>> SaveInterval(max_overhead=0.01).choose(1.0, 2.0, 86_400)
@@ -92,15 +92,15 @@ class SaveInterval:
 
     @classmethod
     def of(cls, interval: Any, mtbf: float | None = None, max_overhead: float | None = None) -> SaveInterval | None:
-        """Return what the options of that name say.
+        """Return the interval for the options of these names.
 
         Args:
             interval: ``"auto"``, ``"continuous"``, or None, which gives None.
-            mtbf: As of the class; only for ``"auto"``.
+            mtbf: As for the class; only for ``"auto"``.
             max_overhead: As above.
 
         Raises:
-            ValueError: They make no sense; the message names the option.
+            ValueError: They are invalid; the message names the option.
         """
         check_options({"interval": or_none(one_of("auto", "continuous"))}, locals())
         if interval != "auto" and (mtbf is not None or max_overhead is not None):
@@ -110,17 +110,17 @@ class SaveInterval:
         return None if interval is None else chosen
 
     def choose(self, cost: float, commit: float, mtbf: float, failures: int = 0) -> tuple[float, str]:
-        """Return how much time of work to leave between two saves in seconds, and why.
+        """Return the time of work between two saves in seconds, and why.
 
         Args:
             cost: Seconds for which a save stops the training.
             commit: Seconds from then until the checkpoint is durable.
-            mtbf: Mean time between failures in seconds, where none is given.
-            failures: How many of them were observed.
+            mtbf: Mean time between failures in seconds, if none was set.
+            failures: How many failures were observed.
         """
         words = seconds_in_words
         if self.continuous:
-            return commit, f"each as soon as the one before is durable, after {words(commit)}"
+            return commit, f"each as soon as the previous one is durable, after {words(commit)}"
         wanted, why = 0.0, ""
         if self.mtbf is not None or self.max_overhead is None:
             seen = f"{failures} seen" if failures else "assumed, none seen"
@@ -139,19 +139,19 @@ class SaveInterval:
 
 
 class SaveSchedule:
-    """Says at which step to save next; rank 0 decides at each save, and the others hear of it there.
+    """Says at which step to save next. Rank 0 decides at each save, and the others learn of it there.
 
-    The interval is counted in steps, so that all ranks come to the same one without talking in between. The first saves
-    are ten steps apart, to be measured; from one to the next, an interval grows at most tenfold, because the time of a
-    step may change.
+    The interval is counted in steps, so all ranks save at the same one without communicating in between. The first
+    saves are ten steps apart, for measuring. An interval is at most ten times as long as the previous one, because the
+    time of a step may change.
 
     Args:
-        interval: How it is chosen.
+        interval: How the interval is chosen.
         world_size: Number of ranks.
         clock: Returns seconds.
 
     Attributes:
-        is_ending: Set before the save of a run that was told to end: it loses nothing, so that the resume after it does
+        is_ending: Set before the last save of a run that ends on request. It loses nothing, so the resume after it does
             not count as a failure.
 
     Examples:
@@ -178,7 +178,7 @@ class SaveSchedule:
         self.is_ending = False
 
     def begin(self, step: int) -> None:
-        """Begin to count: training begins, or continues, at this step."""
+        """Start counting: training starts, or continues, at this step."""
         self._begun = self._mark = self._clock()
         self._marked, self._steps, self._next = step, _FIRST_STEPS, step + _FIRST_STEPS
         self._cost_since, self.is_ending = 0.0, False
@@ -188,16 +188,16 @@ class SaveSchedule:
         return step >= self._next
 
     def took(self, seconds: float) -> None:
-        """Note for how many seconds a save, this schedule's or another, has stopped the training."""
+        """Note for how many seconds a save, of this schedule or any other, has stopped the training."""
         self._costs.append(seconds)
         self._cost_since += seconds
 
     def propose(self, step: int, commit_seconds: float = 0.0) -> list[Any]:
-        """Return what rank 0 wants after the save that is due, as plain data for :meth:`agree`.
+        """Return rank 0's proposal after the save that is due, as plain data for :meth:`agree`.
 
         Args:
-            step: Where all ranks are.
-            commit_seconds: How long the last save went on in the background.
+            step: The step of all ranks.
+            commit_seconds: How long the last save took in the background.
         """
         if not self._costs:
             return [_FIRST_STEPS, None]
@@ -214,10 +214,10 @@ class SaveSchedule:
         return [steps, told]
 
     def agree(self, step: int, proposal: Sequence[Any]) -> str | None:
-        """Take over what rank 0 has proposed; return a line to show, if there is something new to say.
+        """Adopt rank 0's proposal; return a line to show if something has changed.
 
         Args:
-            step: Where all ranks are.
+            step: The step of all ranks.
             proposal: From :meth:`propose`.
         """
         steps, told = proposal
@@ -229,11 +229,11 @@ class SaveSchedule:
         return self._seconds_before + self._clock() - self._begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to know of failures, as plain data."""
+        """Return what a resumed run needs to know about failures, as plain data."""
         return {"run_seconds": self._run_seconds(), "failures": self._failures, "told_to_end": self.is_ending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run; unless it had been told to end, that is a failure.
+        """Continue a run; that counts as a failure, unless the run had ended on request.
 
         Args:
             state: :meth:`state_dict` of the checkpoint; empty if it has none.

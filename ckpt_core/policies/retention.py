@@ -1,4 +1,4 @@
-"""Which checkpoints to keep. The shape is that of Orbax's preservation policies: small, and combined by *any of*."""
+"""Which checkpoints to keep. Modelled on Orbax's preservation policies: small, and combined by *any of*."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckpt_core.option_checks import check_count, check_options, check_text, one_
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a policy knows of a committed checkpoint.
+    """What a policy knows about a committed checkpoint.
 
     Attributes:
         path: Local path or URL.
-        step: Optimizer steps that had been taken.
+        step: Optimizer steps taken.
         time: Unix time of the save in seconds.
         metrics: Values at that moment, by name.
     """
@@ -31,27 +31,27 @@ class SavedCheckpoint:
 
 @runtime_checkable
 class RetentionPolicy(Protocol):
-    """Says which checkpoints to keep; any object with this method is one."""
+    """Decides which checkpoints to keep. Any object with this method is a policy."""
 
     def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
-        """Return those to keep.
+        """Return the checkpoints to keep.
 
         Args:
-            checkpoints: All committed ones, in the order in which they were saved.
+            checkpoints: All committed ones, in the order of their saves.
         """
 
 
 def to_delete(
     policy: RetentionPolicy, checkpoints: Iterable[SavedCheckpoint], *, protected: Collection[str] = ()
 ) -> list[SavedCheckpoint]:
-    """Return the checkpoints that may go, oldest first.
+    """Return the checkpoints that may be deleted, oldest first.
 
-    The newest one never may: it is what a run that dies now resumes from.
+    The newest one never is: a run that dies now resumes from it.
 
     Args:
-        policy: Says which to keep.
+        policy: Decides which to keep.
         checkpoints: All committed ones.
-        protected: Paths that stay in any case, such as the one that the run was resumed from.
+        protected: Paths to keep in any case, such as the one that the run was resumed from.
 
     Examples:
         >>> from ckpt_core.policies import KeepLatest, SavedCheckpoint, to_delete
@@ -83,9 +83,9 @@ class KeepLatest:
 
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
-    """Keep those with the best values of a metric; of equal ones, the later.
+    """Keep those with the best values of a metric; among equal ones, the later.
 
-    A checkpoint without the metric, or for which it is not a number, is never among the best.
+    A checkpoint without the metric, or whose value is not a number, is never among the best.
 
     Args:
         metric: Name of the metric.
@@ -108,10 +108,10 @@ class KeepBest:
 
 @dataclasses.dataclass(frozen=True)
 class KeepEverySteps:
-    """Keep the first one at or after each multiple of so many steps.
+    """Keep the first one at or after each multiple of ``steps``.
 
     Args:
-        steps: The distance in optimizer steps.
+        steps: Number of optimizer steps.
     """
 
     steps: int
@@ -131,12 +131,12 @@ def _check_hours(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeepEveryTime:
-    """Keep the first one of each stretch of time, counted from the epoch of Unix time.
+    """Keep the first one of each period, counted from the start of Unix time.
 
-    The stretches do not depend on which checkpoints exist, so that a deletion never changes what is kept.
+    The periods do not depend on which checkpoints exist, so a deletion never changes what is kept.
 
     Args:
-        interval: Their length; a number counts hours.
+        interval: The length of a period; a number means hours.
     """
 
     interval: datetime.timedelta | float
@@ -160,7 +160,7 @@ def _check_steps(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeepAtSteps:
-    """Keep those of certain steps.
+    """Keep those of given steps.
 
     Args:
         steps: The steps.

@@ -1,4 +1,4 @@
-"""Policies in words, for options, YAML and the command line: ``latest=2,every_steps=1000``."""
+"""Policies as text, for options, YAML and the command line: ``latest=2,every_steps=1000``."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ RULES_IN_WORDS = tuple(_RULES)
 
 
 def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
-    """Return the policies that a text names, each with its words.
+    """Return the policies that a text names, each with its part of the text.
 
     Args:
-        text: Rules with commas between them: ``latest=N``, ``best=METRIC``, ``best=METRIC:max:N``, ``every_steps=N``,
+        text: Comma-separated rules: ``latest=N``, ``best=METRIC``, ``best=METRIC:max:N``, ``every_steps=N``,
             ``every_hours=N``, ``at_steps=N+N``.
 
     Raises:
-        ValueError: There is no such rule, or its value makes no sense; the message begins with a verb.
+        ValueError: There is no such rule, or its value is invalid; the message begins with a verb.
 
     Examples:
         >>> from ckpt_core.policies import rules_of_words
@@ -91,7 +91,7 @@ def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
 
 
 def policy_of_words(text: str) -> RetentionPolicy:
-    """Return the policy that a text names; of several, what any of them keeps stays.
+    """Return the policy that a text names; with several rules, what any of them keeps stays.
 
     Args:
         text: As for :func:`rules_of_words`.

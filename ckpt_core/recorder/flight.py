@@ -34,23 +34,22 @@ _WAITING_FOR_LOSS = 8
 _NOISE = 1e-2  # relative; losses of kernels that are not deterministic drift apart slowly
 
 _USUAL_CAUSES = {
-    "position": "Usually the length of an epoch has changed, or a data set or a loader has lost its place.",
+    "position": "Usually the length of an epoch has changed, or a dataset or a loader has lost its place.",
     "generators": (
-        "Usually something draws random numbers that was not repeated, or only now: an evaluation, a hook of an "
-        "epoch's start, code that runs once in a process."
+        "Usually something drew random numbers in one run only: an evaluation, a hook of an epoch's start, code "
+        "that runs once in a process."
     ),
     "data": (
-        "Usually a data set, transform, sampler or collate_fn has a state of its own that no state_dict holds: a "
-        "random generator, a list that it shuffles in place, a count of its passes."
+        "Usually a dataset, transform, sampler or collate_fn has state that no state_dict holds: a random "
+        "generator, a list that it shuffles in place, a count of its passes."
     ),
     "rates": "Usually a learning rate or a schedule was changed, or a schedule is not part of the checkpoint.",
     "loss": (
-        "Usually the model or the code around it has a state that no checkpoint holds: train() or eval() of a part, "
-        "attributes that a hook sets, masks, a generator; or its kernels are not deterministic."
+        "Usually the model or the code around it has state that no checkpoint holds: train() or eval() of a "
+        "part, attributes that a hook sets, masks, a generator; or its kernels are not deterministic."
     ),
     "weights": (
-        "Usually requires_grad of parameters, the state of an optimizer or of a callback that changes weights is not "
-        "what it was."
+        "Usually requires_grad of parameters, the state of an optimizer or of a callback that changes weights differs."
     ),
     "gradients": "Usually the gradients of an open accumulation window were changed or cleared after the resume.",
 }
@@ -225,7 +224,7 @@ class FlightRecorder:
             self._end = max(self._expected, default=-1)
             if self._end < record.number:
                 self._resumes, self.branch = False, _new_branch()
-                log.info("there are no steps to repeat: the interrupted run ended where its checkpoint is")
+                log.info("nothing to compare: the interrupted run ended at its checkpoint, so no step is repeated")
                 return
         other = self._expected.pop(record.number, None)
         if other is not None:
@@ -249,8 +248,8 @@ class FlightRecorder:
         what = "1 repeated step equals" if self._equal == 1 else f"{self._equal} repeated steps equal"
         if self._noise:
             message = (
-                f"{what} the first run's in data and random generators; losses differ by up to {self._noise:.3g}, as "
-                "those of kernels do that are not deterministic (torch.use_deterministic_algorithms)"
+                f"{what} the first run's in data and random generators; losses differ by up to {self._noise:.3g}, "
+                "as those of non-deterministic kernels do (torch.use_deterministic_algorithms)"
             )
         else:
             message = f"{what} the first run's, bit for bit"
@@ -269,7 +268,7 @@ class FlightRecorder:
         )
         alarm, self._is_said = not self._is_said, True
         if not alarm:
-            message = f"as was to be expected: {message}"
+            message = f"as expected: {message}"
         self._tell(Verdict(self._equal, differs, message, is_alarm=alarm))
 
     # ---- checkpoints and the end -------------------------------------------------------------------------------------

@@ -163,7 +163,9 @@ class Ring:
             # a file system without locks
 
     def _give_up(self, error: OSError) -> None:
-        log.info("steps are recorded in checkpoints only: %s: %s", self.path, error)
+        log.info(
+            "steps are recorded in checkpoints only, because the flight recorder cannot use %s: %s", self.path, error
+        )
         self.close()
 
     def read(self) -> list[Record]:

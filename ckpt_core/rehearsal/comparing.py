@@ -21,7 +21,7 @@ SUBJECTS = {
     "logged": "logged values",
     "callbacks": "callbacks' state",
     "objects": "registered objects",
-    "data sets": "data sets' attributes",
+    "data sets": "attributes of datasets",
     "attributes": "attributes",
 }
 #: What may be other in any two processes, such as times, where nothing is wrong.

@@ -12,29 +12,31 @@ from ckpt_core.rehearsal.comparing import EXPLAIN, SUBJECTS, Difference
 _SHOWN = 4
 
 _EACH_PROCESS = (
-    "A second resume from the same checkpoint differs in it, too: it is something that is another in each process. "
-    "What to do: look there for time, os.urandom, secrets, uuid, hash() or a generator without a seed, and draw from "
-    "torch, numpy or random, whose generators are restored; kernels that are not deterministic need "
+    "A second resume from the same checkpoint differs here, too: it is something that differs in each process. "
+    "What to do: look there for time, os.urandom, secrets, uuid, hash() or a generator without a seed, and draw "
+    "from torch, numpy or random, whose generators are restored; kernels that are not deterministic need "
     "torch.use_deterministic_algorithms(True)."
 )
 _LOST = {
-    "position": "The script or the loader has lost its place. What to do: let the loader be prepared or returned from "
-    "train_dataloader, give an iterable data set state_dict and load_state_dict, and leave out no batch twice.",
-    "generators": "Something draws random numbers that a resumed run does not repeat, or only it draws. What to do: "
-    "draw from a torch.Generator of your own that is an attribute of the data set, sampler or module.",
-    "data": "What makes the batches has a state that no checkpoint holds: a counter, a list, a generator, a variable "
-    "of the script. What to do: give the data set or the sampler state_dict and load_state_dict.",
-    "modes": "What to do: set it in __init__, or in a hook that every start passes.",
-    "loss": "The model or the code around it has a state that no checkpoint holds. What to do: register a buffer, or "
-    "save it with on_save_checkpoint (Lightning) or register_for_checkpointing (Accelerate).",
-    "weights": "Something other than the optimizer changes weights or buffers, or what it goes by is not saved. What "
-    "to do: do it before the save, in training_step or a callback with state_dict.",
-    "optimizers": "What to do: return the optimizer from configure_optimizers (Lightning) or prepare it (Accelerate), "
-    "and set what changes in a scheduler.",
+    "position": "The script or the loader has lost its place. What to do: let the loader be prepared or returned "
+    "from train_dataloader, give an iterable dataset state_dict and load_state_dict, and do not skip "
+    "batches twice.",
+    "generators": "Something draws random numbers in the first run or in the resumed run only. What to do: draw "
+    "from a torch.Generator of your own that is an attribute of the dataset, sampler or module.",
+    "data": "The code that makes the batches has state that no checkpoint holds: a counter, a list, a generator, "
+    "a variable of the script. What to do: give the dataset or the sampler state_dict and "
+    "load_state_dict.",
+    "modes": "What to do: set it in __init__, or in a hook that runs at every start.",
+    "loss": "The model or the code around it has state that no checkpoint holds. What to do: register a buffer, "
+    "or save it with on_save_checkpoint (Lightning) or register_for_checkpointing (Accelerate).",
+    "weights": "Something other than the optimizer changes weights or buffers, or the state that it depends on "
+    "is not saved. What to do: do it before the save, in training_step or a callback with state_dict.",
+    "optimizers": "What to do: return the optimizer from configure_optimizers (Lightning) or prepare it "
+    "(Accelerate), and use a scheduler for settings that change.",
     "schedulers": "What to do: return the scheduler from configure_optimizers (Lightning) or prepare it (Accelerate).",
     "logged": "A metric or a running value is not in the checkpoint. What to do: make it a torchmetrics.Metric that "
     "is an attribute of the module, or save it.",
-    "callbacks": "What to do: load in load_state_dict what state_dict returns.",
+    "callbacks": "What to do: let load_state_dict restore what state_dict returns.",
     "objects": "What to do: return it from state_dict and load it in load_state_dict.",
     "data sets": "What to do: give it state_dict and load_state_dict; if nothing depends on it, --ignore it.",
     "attributes": "What to do: register a buffer or override on_save_checkpoint (module), give it state_dict "
@@ -135,7 +137,7 @@ class Result:
             yield f"did not occur in these steps: {', '.join(self.missed)} (--steps trains longer)"
         if self.is_exact:
             yield ""
-            yield "exact: every resumed run did the same, bit for bit"
+            yield "exact: every resumed run was equal, bit for bit"
             if others:
                 yield f"with {', '.join(map(str, others))} ranks: each sample of the epoch was handed out once"
 

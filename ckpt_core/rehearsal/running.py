@@ -95,7 +95,7 @@ def rehearse(
     names = tuple(points) if points is not None else () if at else POINTS
     unknown = [name for name in names if name not in POINTS]
     if unknown:
-        raise ValueError(f"there is no point {unknown[0]!r}: there are {', '.join(POINTS)}")
+        raise ValueError(f"there is no point {unknown[0]!r}; the points are {', '.join(POINTS)}")
     if any(step < 1 for step in at) or (steps is not None and steps <= max(at, default=0)):
         raise ValueError("steps to save after are at least 1, and fewer than those that are trained")
     if any(number < 1 for number in ranks):
@@ -251,8 +251,9 @@ class _Comparison:
         if whole.failure is not None:
             raise CannotRehearseError(
                 f"the script cannot be rehearsed: without any interruption it left nothing to compare\n{whole.failure}",
-                remedy="it must end well by itself, and train with a Trainer that has ResumableCheckpoint or one of "
-                "our CheckpointIOs, or with an Accelerator that accelerate_ckpt is attached to",
+                remedy="it must run to its end without errors, and train with a Trainer that has "
+                "ResumableCheckpoint or one of our CheckpointIOs, or with an Accelerator that "
+                "accelerate_ckpt is attached to",
             )
         if not whole.first["saved"]:
             raise CannotRehearseError(
@@ -295,9 +296,11 @@ class _Comparison:
         run = self._runs.start(f"{ranks}-ranks-{saved['point']}-{saved['number']}", resume=saved["path"], ranks=ranks)
         if run.failure is None and len(run.ranks) != ranks:
             raise CannotRehearseError(
-                f"{ranks} ranks were to resume, and {len(run.ranks)} did: what starts the script has set their number",
-                remedy="start it with torchrun or accelerate launch, make our plugin or callback before the Trainer, "
-                "or say how the script is told, such as --resume-with '--devices {ranks}'",
+                f"{ranks} ranks should have resumed, but {len(run.ranks)} did: the script or its launcher sets "
+                "the number",
+                remedy="start it with torchrun or accelerate launch, create our plugin or callback before the "
+                "Trainer, or say how to pass the number to the script, such as --resume-with '--devices "
+                "{ranks}'",
             )
         samples, problem = "-", None
         if run.failure is None:
@@ -340,8 +343,9 @@ class _Comparison:
         failure = run.failure
         if failure is None and not run.first["resumed"]:
             raise CannotRehearseError(
-                "the script was to resume and began from the beginning: it did not call accelerator.load_state",
-                remedy="say how it is told to resume, such as --resume-with '--resume_from_checkpoint {checkpoint}'",
+                "the script should have resumed, but started from the beginning: it did not call "
+                "accelerator.load_state",
+                remedy="say how to make it resume, such as --resume-with '--resume_from_checkpoint {checkpoint}'",
             )
         differences: list[Difference] = []
         for rank in sorted(run.ranks.keys() & self._whole.ranks.keys()):

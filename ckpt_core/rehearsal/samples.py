@@ -92,7 +92,7 @@ def judge(
     if _UNKNOWN in expected:
         return (
             "not known",
-            "this release of torch does not tell which samples its loaders draw: use one that was tested",
+            "this release of torch does not reveal which samples its loaders draw: use a tested one",
         )
     row = len(resumed) * max(len(samples) for rank in continued for samples in rank)
     by_itself = collections.Counter(key for rank in epoch for samples in rank[:-1] for key in samples)
@@ -100,7 +100,7 @@ def judge(
     if is_unique:  # what the last batches have again makes the ranks even
         expected = collections.Counter(dict.fromkeys(expected, 1))
     elif not any(key.startswith("#") for key in expected):
-        return "not known", "an epoch has some samples more than once by itself (its sampler draws with replacement?)"
+        return "not known", "an epoch repeats some samples by itself (its sampler draws with replacement?)"
     again, lost = times - expected, expected - times
     if drops:  # others than in that epoch
         again, left_out = times - collections.Counter(dict.fromkeys(times, 1)), expected.total() - len(times)

@@ -343,20 +343,20 @@ class LoaderTracker:
             return "the sampler draws from the global random generators with every batch, ahead of its workers"
         left_early = (state.get("state") or {}).get("_iterator_finished") is False
         if state.get("between") and left_early and self.iterable:
-            return "a stateful loader was left before its end, and its data set may not begin each pass afresh"
+            return "a stateful loader was left before its end, and its dataset may not begin each pass afresh"
         if not getattr(self.loader, "in_order", True):
             return "the data loader returns batches out of order (in_order=False)"
         if self._has_lost_generators(state):
             path = next(iter(self.carried.paths), "or several")
-            return f"the data set keeps its own random generator ({path}) in worker processes, where it is not recorded"
+            return f"the dataset keeps its own random generator ({path}) in worker processes, where it is not recorded"
         left_out = state.get("carried", {}).get("left_out")
         if left_out:
             return (
-                f"the data set or its sampler has changed {', '.join(left_out[:3])}, which is too large or of a kind "
-                "that is not captured (give it state_dict and load_state_dict)"
+                f"the dataset or its sampler has changed {', '.join(left_out[:3])}, which is too large or of a "
+                "kind that is not captured (give it state_dict and load_state_dict)"
             )
         if self._reads_again(state) and self.persistent and state["passes"] > 1:
-            return "an iterable data set without state_dict in persistent workers keeps state that cannot be read again"
+            return "an iterable dataset without state_dict in persistent workers keeps state that cannot be read again"
         return None
 
     def _has_lost_generators(self, state: Mapping[str, Any]) -> bool:

@@ -94,7 +94,7 @@ class _FsspecReader(FileReader):
             raise StorageError("the path is a directory, not a checkpoint file", path=path)
         if info["size"] is None:
             raise StorageError(
-                "the server does not say how large the file is",
+                "the server does not report the size of the file",
                 path=path,
                 remedy="download it, or have the server send Content-Length",
             )

@@ -155,7 +155,7 @@ def _refuse_special(path: str, *, is_directory: bool = False) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise StorageError(
-            "the path is not a regular file, and is not replaced by one", path=path, remedy="give another path"
+            "the path is not a regular file, so it is not replaced", path=path, remedy="give another path"
         )
 
 

@@ -309,7 +309,7 @@ def delete_directory(path: str) -> None:
             continue
         if os.path.lexists(folder):  # otherwise another process is deleting it
             # What lies in it would be left, under the hidden name.
-            raise PermissionError(errno.EACCES, f"nothing may be deleted in {folder}", folder)
+            raise PermissionError(errno.EACCES, f"no permission to delete in {folder}", folder)
     hidden = _hidden(path, uuid.uuid4().hex[:12])
     try:
         os.rename(path, hidden)

@@ -160,9 +160,9 @@ class ObstoreWriter(_PartWriter):
         self._file = None
         if found not in (None, size):
             raise StorageError(
-                f"the store has {found} bytes of the object, of which {size} were sent",
+                f"the store has {found} bytes of the object, but {size} were sent",
                 path=self._path,
-                remedy="find out what stands between this machine and the store, and save again",
+                remedy="check what is between this machine and the store, and save again",
             )
 
     def abort(self) -> None:

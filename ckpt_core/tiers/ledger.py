@@ -86,7 +86,7 @@ def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
         return {}
     except (CheckpointFormatError, ValueError, LookupError, TypeError, AttributeError) as error:
         logger.warning(
-            "the record of uploads %s is not used, which costs uploads that were not needed: %s", path, error
+            "the record of uploads %s cannot be used, so some uploads are repeated needlessly: %s", path, error
         )
         return {}
 

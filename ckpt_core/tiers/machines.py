@@ -74,7 +74,7 @@ class MemoryServer:
             self._socket = socket.create_server((at, 0), family=family)
         except OSError as error:
             raise StorageError(
-                f"the memory of this machine cannot be served to the others: {error}",
+                f"this machine cannot serve its snapshots to the others: {error}",
                 path=directory,
                 remedy=f"see whether {host} is known here, or train without memory_every_n_steps",
                 errno=error.errno,
@@ -124,7 +124,7 @@ class MemoryServer:
 
     def _do(self, do: str, path: str, **about: Any) -> Any:
         if os.path.normpath(path) != path or not path.startswith(f"{self._directory}/"):
-            raise StorageError("what was asked for is not a snapshot in memory", path=path)
+            raise StorageError("the requested file is not a snapshot in memory", path=path)
         action: Callable[..., Any] = getattr(self, f"_do_{do}")
         return action(path, **about)
 
@@ -197,9 +197,9 @@ class _Client:
             raise
         except Exception as error:
             raise StorageError(
-                f"the machine at {self.machine.host}:{self.machine.port} does not answer for its memory: {error}",
+                f"the machine at {self.machine.host}:{self.machine.port} does not serve its snapshots: {error}",
                 path=path,
-                remedy="see whether it runs, and whether a firewall lets ranks connect to each other",
+                remedy="check that it is running, and that the firewall lets ranks connect to each other",
             ) from error
 
 

@@ -121,7 +121,7 @@ class MemoryTier:
         try:
             self._refuse_others()
         except StorageError as error:
-            logger.warning("did not look for snapshots in memory: %s", error)
+            logger.warning("could not look for snapshots in memory: %s", error)
             return None
         return self.directory
 
@@ -136,7 +136,7 @@ class MemoryTier:
     def _in_own_directory(self, action: Callable[[], Result]) -> Result:
         if not os.path.isdir(self._root):
             raise StorageError(
-                "there is no filesystem in memory here for snapshots",
+                "there is no in-memory filesystem for snapshots here",
                 path=self._root,
                 remedy="name one that is mounted (memory_dir), or train without memory_every_n_steps",
             )
@@ -209,7 +209,7 @@ class MemoryTier:
             if self._place != place:
                 raise RankFailedError(
                     f"rank {ranks.rank} would keep snapshots in {self._place}, and rank 0 in {place}",
-                    remedy="let memory_dir and the directory of the checkpoints have the same path on all machines",
+                    remedy="use the same path for memory_dir and for the checkpoints on all machines",
                 )
             locked.append(self._in_own_directory(lambda: _lock_record(self._place)))
             Path(f"{mark}{ranks.rank}").touch()
@@ -248,10 +248,10 @@ class MemoryTier:
             status = os.lstat(directory)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise StorageError(
-                    f"snapshots in memory are not kept in a directory that others have, or may write to "
-                    f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o})",
+                    "snapshots in memory are not kept in a directory that belongs to others, or that they may "
+                    f"write to (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o})",
                     path=directory,
-                    remedy="have it deleted, or give another memory_dir",
+                    remedy="have it deleted, or set another memory_dir",
                 )
 
     # ---- in training -------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class TieredStorage(Storage):
                 return False
         except CheckpointError:
             return False  # the error that led here is the one to tell
-        logger.warning("took the copy %s instead of the local one, %s: %s", remote, local, error.message)
+        logger.warning("using the copy %s instead of the local one, %s: %s", remote, local, error.message)
         _DAMAGED.add((local, identity))
         return True
 

@@ -186,7 +186,7 @@ class Sender:
             try:
                 found = [*remote.list(there), *remote.list_directories(there)]
             except StorageError as error:
-                logger.warning("did not find out which checkpoints are in %s: %s", there, error)
+                logger.warning("could not list the checkpoints in %s: %s", there, error)
                 found = []
             with self._lock:
                 names = self._names.setdefault(there, set())

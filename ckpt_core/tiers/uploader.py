@@ -108,7 +108,7 @@ class Uploader:
     def _submit(self, job: Job, place: Literal["next", "last", "later"] = "last") -> None:
         if not self.queue.submit(job, place=place):
             self.queue.cancel()
-            logger.warning("not uploaded: the interpreter is shutting down; the next run does it")
+            logger.warning("not uploaded: the interpreter is shutting down; the next run uploads it")
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Uploader:
         with self._lock:
             if self._unsent:
                 self._withheld.append(path)
-                logger.warning("kept the checkpoint %s: what is newer was not uploaded", self._tiers.remote_path(path))
+                logger.warning("kept the checkpoint %s: newer ones were not uploaded", self._tiers.remote_path(path))
                 return
         self._sender.remove(path)
 

@@ -127,7 +127,9 @@ class Lookup:
         best = catalog.peek(newest).get("callbacks", {}).get(state_key, {}).get("best_model_path")
         if not best:
             if monitor is not None:
-                logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, monitor)
+                logger.warning(
+                    "using %s as the best checkpoint: it does not record which one has the best %s", newest, monitor
+                )
             return newest
         # The directory may have been moved or copied since.
         names = best.split("/")
@@ -138,10 +140,10 @@ class Lookup:
             except CheckpointNotFoundError:
                 continue
             except CheckpointError as error:
-                logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
+                logger.warning("using %s instead of the best checkpoint %s: %s", newest, path, error.message)
                 return newest
             return str(path)
-        logger.warning("took %s instead of the best checkpoint %s, which is not there", newest, best)
+        logger.warning("using %s instead of the best checkpoint %s, which is not there", newest, best)
         return newest
 
     def _newest_requeued(self, directory: str, root: str, order: _Order) -> CheckpointInfo | None:

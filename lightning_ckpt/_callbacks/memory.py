@@ -85,7 +85,7 @@ class MemorySnapshots(Live):
                 catalog = Catalog(self.tier.directory, suffix=suffix, storage=self.tier.storage)
                 found = catalog.newest_verified(accept)
             except CheckpointError as error:
-                logger.warning("did not look for snapshots in memory: %s", error)
+                logger.warning("could not look for snapshots in memory: %s", error)
         theirs: CheckpointInfo | None = self._trainer.strategy.broadcast(found)
         return theirs
 

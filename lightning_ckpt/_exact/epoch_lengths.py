@@ -35,8 +35,9 @@ class EpochLengths:
             return None
         self._is_watched = False
         return (
-            f"epoch {epoch} had {batches} batches, and those before it had {least} or more: a loader or a data set has "
-            "lost its place (as a stateful loader does whose data set begins each pass where its state was)"
+            f"epoch {epoch} had {batches} batches, but earlier ones had {least} or more: a loader or a dataset "
+            "has lost its place (this happens with a stateful loader whose dataset begins each pass where its "
+            "state was)"
         )
 
     def _counted(self, batches: int) -> dict[str, int]:

@@ -29,7 +29,7 @@ from lightning_ckpt._report import announce
 
 log = logging.getLogger(__name__)
 
-_AGAIN = "reading batches again to get back to where the data was (state_dict would avoid it)"
+_AGAIN = "reading batches again to get back to the saved position (state_dict would avoid it)"
 
 # Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again
 _FETCHES_REMEMBERED = 4
@@ -38,8 +38,8 @@ _FETCHES_REMEMBERED = 4
 _COMPARED = 8
 
 DRAWS_WHILE_READ = (
-    "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
-    "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
+    "an iterable dataset without state_dict draws random numbers in the main process while it is read; its order "
+    "is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
     "num_workers=1)"
 )
 READ_IN_A_THREAD = (
@@ -124,11 +124,11 @@ class TrainingLoader(LoaderTracker):
 
     def _problem_with_dividing(self) -> str | None:
         if self.iterable or self._batches is None:
-            return "an iterable data set divides itself, so where it was means nothing to another number of ranks"
+            return "an iterable dataset divides itself, so its position cannot be used with another number of ranks"
         if self.method == "load":
-            return "the data set has a state of its own, which means nothing to another number of ranks"
+            return "the dataset has its own state, which cannot be used with another number of ranks"
         if not RemainingBatches.counts_samples(self._batches):
-            return f"where a {type(self._batches).__name__} was means nothing to another number of ranks"
+            return f"the position of a {type(self._batches).__name__} cannot be used with another number of ranks"
         sampler = self._batches.sampler
         if type(sampler) is DistributedSampler:
             return None
@@ -160,7 +160,7 @@ class TrainingLoader(LoaderTracker):
         description = state.get("division") or {"problem": "it says nothing of its order"}
         problem = description.get("problem") or self._problem_with_dividing()
         if problem is None and description["length"] != len(self.loader.dataset):
-            return f"the data set had {description['length']} samples and has {len(self.loader.dataset)}"
+            return f"the dataset had {description['length']} samples and now has {len(self.loader.dataset)}"
         return None if problem is None else str(problem)
 
     def rest(self, state: Mapping[str, Any], again: int) -> EpochShare | None:
@@ -434,7 +434,7 @@ class TrainingData:
             return None
         loaders = state["loaders"]
         if len(loaders) != len(self._trackers):
-            return f"there were {len(loaders)} training data loaders and are {len(self._trackers)}"
+            return f"there were {len(loaders)} training data loaders, and now there are {len(self._trackers)}"
         if len(loaders) > 1:
             return "there are several training data loaders, which end at different times"
         return self._trackers[0].elastic_problem(loaders[0])

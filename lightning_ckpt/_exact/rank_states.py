@@ -44,7 +44,7 @@ def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> d
     """
     ranks = [saved for saved in state[Kind.PER_RANK.value] if saved is not None]
     if not ranks:
-        raise StateMismatchError("the checkpoint holds the exact state of no rank", key=Kind.PER_RANK.value)
+        raise StateMismatchError("the checkpoint holds no rank's exact state", key=Kind.PER_RANK.value)
     own = (state[Kind.PER_RANK.value] + [None] * (rank + 1))[rank]
     rng = own["rng"] if own is not None else derive_rng(RngState.decode(ranks[0]["rng"]), rank).encode()
     average = average_gradients([saved["gradients"] for saved in ranks]) if gradients else {}

@@ -439,7 +439,7 @@ class ExactState(Live):
             metrics, generators = moment.metrics, moment.generators
             notes += self._damage(moment, batches)
         if self._internals.fetcher is not None and self._internals.steps_take_the_iterator and redo:
-            notes.append("training_step takes the iterator and has fetched batches that were not trained on")
+            notes.append("training_step takes the iterator and has fetched batches that it has not trained on")
         if in_epoch and self._window_open(batches) and keeps_whole_gradients(self._trainer.strategy):
             notes.append(
                 "FSDPStrategy keeps the gradients of an open accumulation window whole, and they are not saved"
@@ -510,8 +510,8 @@ class ExactState(Live):
         notes = []
         if self._versions() != before.versions:
             notes.append(
-                "a batch was interrupted after it had changed weights or buffers (an optimizer step, or the running "
-                "statistics of batch normalisation); it is trained on again"
+                "a batch was interrupted after it had changed weights or buffers (an optimizer step, or the "
+                "running statistics of batch normalisation); it is trained again"
             )
         if self._backward and self._window_open(batches):
             notes.append("a batch was interrupted after its backward pass began, inside an open accumulation window")
@@ -607,8 +607,8 @@ class ExactState(Live):
         causes += [setting] if setting is not None else []
         if shared.get("goes_back_to", "") != "" and shared["goes_back_to"] != self._goes_back_to:
             causes.append(
-                "ModelPruning goes back to other weights than in the run that saved, as this process began with others "
-                "(seed before the model is built, in each start alike)"
+                "ModelPruning goes back to other weights than in the run that saved, as this process began with "
+                "others (set the same seed before the model is built, at every start)"
             )
         causes = [*shared["notes"], *causes]
         # what is compared when it has been read again needs no warning if it was the same

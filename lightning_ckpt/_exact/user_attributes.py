@@ -173,7 +173,7 @@ class UsersObjects(Live):
             None
             if not names
             else (
-                f"training had changed {in_words(names)}, and no state holds it (use a buffer, or "
+                f"training had changed {in_words(names)}, but no state holds it (use a buffer, or "
                 "on_save_checkpoint and on_load_checkpoint)"
             )
         )

@@ -64,7 +64,7 @@ def _model_of(state: Mapping[str, Any]) -> nn.Module:
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     if len(models) != 1:
         raise CheckpointError(
-            f"a sharded optimizer belongs to a model, and the state has {len(models)} of them",
+            f"a sharded optimizer belongs to a model, but the state has {len(models)} of them",
             remedy="save and load one model with its optimizers at a time",
         )
     return models[0]
@@ -114,7 +114,7 @@ def _parts_of(fabric: Any, state: Mapping[str, Any], filter: Mapping[str, Callab
             rest[name] = found
             continue
         if not re.fullmatch(r"\w+", name) or name == _REST:
-            raise CheckpointError(f"the name {name!r} cannot be that of a file", remedy="give it another name")
+            raise CheckpointError(f"{name!r} cannot be used as a file name", remedy="give it another name")
         own = _buffers(value, found)
         rest[name] = own
         frozen = frozen_parameters(value) if isinstance(value, nn.Module) else ()
@@ -158,7 +158,7 @@ def _load(
         missing = sorted(state.keys() - rest.keys())
         if missing and strict:
             raise StateMismatchError(
-                "the checkpoint does not have all that it is loaded into", key=missing[0], path=opened.path
+                "the checkpoint does not have everything that it is loaded into", key=missing[0], path=opened.path
             )
         for name, value in list(state.items()):
             if name in rest:

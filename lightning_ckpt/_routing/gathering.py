@@ -34,7 +34,7 @@ class Gathering:
                 dist.monitored_barrier(self._group, timeout=_INTERRUPTED_TIMEOUT)
             except RuntimeError:
                 self._is_alone = True
-                log.warning("the other ranks do not save: a checkpoint holds the exact state of one rank only")
+                log.warning("the other ranks do not save, so the checkpoint holds the exact state of one rank only")
         return not self._is_alone
 
     def gather(self, mine: Any) -> list[Any] | None:

@@ -29,7 +29,7 @@ def refuse_unequal_ranks(trainer: Any) -> None:
         getattr(callback, "exact", False) for callback in trainer.callbacks
     ):
         raise CheckpointError(
-            "under post-localSGD each rank has weights of its own, and ShardedCheckpointIO would mix them in one model",
+            "under post-localSGD, each rank has its own weights, and ShardedCheckpointIO would mix them in one model",
             remedy="add lightning_ckpt.ResumableCheckpoint to the callbacks",
         )
 
@@ -144,7 +144,7 @@ class PostLocalSgd:
             return []
         if resharded:
             whose = "their means" if counters["saves_means"] else "those of rank 0"
-            return [f"each rank had weights and moments of its own (post-localSGD): all continue with {whose}"]
+            return [f"each rank had its own weights and moments (post-localSGD): all continue with {whose}"]
         module = self._trainer.lightning_module.state_dict()
         with torch.no_grad():
             for name, value in own["weights"].items():

@@ -75,14 +75,14 @@ def refuse_strategy(strategy: Any) -> None:
     bases = {cls.__name__ for cls in type(strategy).__mro__}
     if "DeepSpeedStrategy" in bases or "XLAStrategy" in bases or "XLAFSDPStrategy" in bases:
         raise CheckpointError(
-            f"ShardedCheckpointIO does not work with {type(strategy).__name__}, which writes checkpoints of its own",
+            f"ShardedCheckpointIO does not work with {type(strategy).__name__}, which writes its own checkpoints",
             remedy="leave the plugin out, or train with FSDPStrategy, ModelParallelStrategy or DDP",
         )
     if getattr(strategy, "_state_dict_type", None) == "full" or not getattr(
         strategy, "_save_distributed_checkpoint", True
     ):
         raise CheckpointError(
-            f"{type(strategy).__name__} gathers the whole state on one rank, and ShardedCheckpointIO is there so "
+            f"{type(strategy).__name__} gathers the whole state on one rank, but ShardedCheckpointIO exists so "
             "that no rank has to",
             remedy="FSDPStrategy(state_dict_type='sharded') or ModelParallelStrategy(save_distributed_checkpoint=True)",
         )

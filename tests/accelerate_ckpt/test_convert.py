@@ -126,7 +126,7 @@ def test_a_file_of_several_processes_is_refused_when_it_is_made_a_directory(
     assert [rank.error for rank in saved] == [None, None]
     assert main(["convert", str(tmp_path / "two"), str(tmp_path / "two.ckpt"), "--to", "file"]) == 0
     assert main(["convert", str(tmp_path / "two.ckpt"), str(tmp_path / "back"), "--to", "directory"]) == 1
-    assert "saved by 2 processes, each with a state of its own" in capsys.readouterr().err
+    assert "saved by 2 processes, each with its own state" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
 
 

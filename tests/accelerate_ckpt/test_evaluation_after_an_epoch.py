@@ -139,6 +139,6 @@ def test_an_evaluation_in_which_is_saved_is_said_and_the_next_one_is_whole(
     assert again["seen"] == first["seen"][3:] == [[12, 3], [15, 3], [18, 3]]
     assert again["used"] == first["used"][9:] and len(again["used"]) == 9
     assert first["said"] == []
-    assert ["saved inside of an evaluation, of which the rest is not done" in text for text in again["said"]] == (
+    assert ["saved inside an evaluation, whose rest is skipped" in text for text in again["said"]] == (
         [True] if inside else []
     )

@@ -343,7 +343,7 @@ def test_another_batch_size_loses_nothing_and_is_said() -> None:
     run = Run(2, batch_size=5).restore(state)
     assert [*chain(*run.epoch())] == [*chain(*rest)]
     assert "batch_size was 4 and is 5" in run.warned[0]
-    assert run.warned[0].startswith("this resume cannot be promised to be exact: ")
+    assert run.warned[0].startswith("this resume is not guaranteed to be exact: ")
 
 
 def test_another_number_of_workers_is_said() -> None:
@@ -360,7 +360,7 @@ def test_a_stream_that_divides_itself_begins_anew_and_says_so() -> None:
     resumed = Run(dataset=NumberedStream(), config={"dispatch_batches": False})
     resumed.positions.restore(state, saved_world_size=2)
     assert resumed.epoch() == following
-    assert "an iterable data set divides itself over the ranks, so the epoch begins again" in resumed.warned[0]
+    assert "an iterable dataset divides itself over the ranks, so the epoch begins again" in resumed.warned[0]
 
 
 def test_a_state_of_a_newer_version() -> None:

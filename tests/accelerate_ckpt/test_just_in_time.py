@@ -181,7 +181,7 @@ def test_a_survivor_saves_in_a_script_that_catches_what_is_raised(ranks: Ranks, 
     assert [result.told["resumed"] for result in resumed] == [7, 7]
     assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
     ((text,), none) = (result.told["inexact"] for result in resumed)
-    assert "what the script had yet to do there" in text and none == []
+    assert "what the script had left to do there" in text and none == []
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
@@ -263,7 +263,7 @@ def test_survivors_of_hsdp_save_a_shard_each(ranks: Ranks, tmp_path: Path, kille
     whole = run("whole", -1)
     assert [result.error for result in whole] == [None] * 4
     texts = run("run", 7)[0].told.get("errors", [])
-    assert texts == ([] if point == 7 else ["rank 0: no rank that is left holds a whole state"])
+    assert texts == ([] if point == 7 else ["rank 0: no surviving rank holds a complete state"])
     resumed = run("run", -1)
     assert [result.told["resumed"] for result in resumed] == [point] * 4
     assert [result.told["losses"] for result in resumed] == [result.told["losses"][point:] for result in whole]

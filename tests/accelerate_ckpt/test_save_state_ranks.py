@@ -176,7 +176,7 @@ def test_a_rank_that_has_missed_a_save_is_not_mixed_into_it(ranks: Ranks, tmp_pa
     assert "RankFailedError" in {results[1 - missed].error, results[1 - missed].told.get("alone")}
     if missed == 1:
         assert results[1].error == "RankFailedError"
-        assert "rank 1 saves step 1, and rank 0 step 0" in results[1].message
+        assert "rank 1 saves step 1, but rank 0 step 0" in results[1].message
     assert list(tmp_path.glob("*/manifest.json")) == []
 
 
@@ -206,7 +206,7 @@ def test_ranks_may_differ_in_steps_where_accelerate_lets_them(ranks: Ranks, tmp_
         body, 2, saved=str(tmp_path / "refused"), joined=False, even=True, options={"commit_timeout": 2}
     )
     assert [result.error for result in results] == ["RankFailedError", "RankFailedError"]
-    assert "rank 1 saves step 2, and rank 0 step 1" in results[1].message
+    assert "rank 1 saves step 2, but rank 0 step 1" in results[1].message
     assert not (tmp_path / "refused").exists()
 
 
@@ -442,7 +442,7 @@ def test_a_communication_hook_whose_state_is_not_saved_is_named(ranks: Ranks, tm
     names: dict[str, Any] = {"hook": hook, "saved": str(tmp_path / "saved")}
     ranks.run(body, 2, saves=True, **names)
     said = ranks.run(body, 2, saves=False, **names)[0].told["said"]
-    warned = [line for line in said if "cannot be promised to be exact" in line]
+    warned = [line for line in said if "is not guaranteed to be exact" in line]
     if hook == "FP16":
         assert warned == []
     else:

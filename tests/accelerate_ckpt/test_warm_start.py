@@ -54,7 +54,7 @@ def test_state_whose_owner_the_files_do_not_tell_is_left(tmp_path: Path) -> None
     for path in ("stock", "ours"):
         (report,) = warm_start(accelerator, tmp_path / path, optimizers=True)
         assert report.taken in (("a.bias", "a.weight"), ("a.weight", "a.bias"))
-        assert report.optimizer_skipped == {"optimizer": "it cannot be told which state belongs to which parameter"}
+        assert report.optimizer_skipped == {"optimizer": "it is not certain which state belongs to which parameter"}
         assert torch.equal(optimizer.state[model["a"].weight]["exp_avg"], before)
         if path == "stock":
             assert main(["convert", str(tmp_path / "stock"), str(tmp_path / "ours"), "--to", "directory"]) == 0

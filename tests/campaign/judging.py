@@ -29,7 +29,7 @@ import torch
 #: Verdicts that must not be.
 BAD = ("SILENT", "FALSE ALARM", "CRASHED", "WRONGLY EQUAL")
 #: A line that is printed where only the script knows whether it matters.
-_ANNOUNCED = "does not do again what it does after an epoch"
+_ANNOUNCED = "does not repeat what it does after an epoch"
 _OURS = re.compile(r"this resume (is|cannot|begins)|a resume will not have it")
 
 

@@ -461,12 +461,12 @@ class _Run:
 
     def steps_over(self) -> int:
         """Return how often a start has stepped over a checkpoint, because three before it had ended at once."""
-        return self._said("stepped over the checkpoint")
+        return self._said("skipped the checkpoint")
 
     @property
     def was_warned(self) -> bool:
         """Whether a resume has said that it may come to other bits."""
-        return self._said("cannot be promised to be exact") > 0
+        return self._said("is not guaranteed to be exact") > 0
 
     def _said(self, words: str) -> int:
         logs = [self.directory / "log.0", self.directory / "log.job"]

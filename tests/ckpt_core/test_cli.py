@@ -903,7 +903,7 @@ def test_mv_copies_nothing_that_it_may_not_delete(
         with closed_to_this_user(kept, mode=mode):
             assert main(["mv", str(runs / "step=1"), f"{there}/"]) == 1
         said = capsys.readouterr().err
-        assert f"it cannot be moved, because nothing may be deleted in {kept}\n" in said and "ckpt cp copies it" in said
+        assert f"it cannot be moved: no permission to delete in {kept}\n" in said and "ckpt cp copies it" in said
         assert os.listdir(there) == []
         runs.chmod(0o777)
     assert main(["verify", str(runs / "step=1")]) == 0
@@ -915,7 +915,7 @@ def test_nothing_is_written_over_what_is_no_checkpoint(
     source = str(directory / "a.ckpt")
     before = sorted(directory.iterdir())
     assert main(["convert", source, str(directory), "--to", "directory"]) == 1
-    assert "give a name in it" in capsys.readouterr().err
+    assert "choose a name inside it" in capsys.readouterr().err
     assert main(["sync", str(directory), str(directory / "below"), "-r"]) == 1
     assert "copied into itself" in capsys.readouterr().err
     pipe = tmp_path.parent / f"{tmp_path.name}.pipe"

@@ -196,7 +196,7 @@ def test_what_is_odd_to_write_is_told_and_nothing_is_lost(odd: str, home: Path, 
 @pytest.mark.parametrize("save", ["file", "directory", "copy"])
 def test_no_save_replaces_a_pipe(save: str, home: Path) -> None:
     files, directories = Checkpointer(strategy="sync"), DirectoryCheckpointer(strategy="sync")
-    with pytest.raises(StorageError, match="is not a regular file, and is not replaced by one"):
+    with pytest.raises(StorageError, match="is not a regular file, so it is not replaced"):
         if save == "file":
             files.save({"step": 1}, home / "pipe")
         elif save == "directory":

@@ -45,7 +45,7 @@ def test_a_pinned_checkpoint_is_not_removed_until_it_is_unpinned(
         assert path.exists()
         assert [event for event in events if isinstance(event, CheckpointRemoved)] == []
         assert [record.message for record in caplog.records].count(
-            f"kept the checkpoint {path}, which is pinned: ckpt drop lets go of it"
+            f"kept the checkpoint {path}, which is pinned: ckpt drop unpins it"
         ) == 1
         unpin(str(path), LOCAL)
         checkpointer.remove(path)

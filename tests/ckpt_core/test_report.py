@@ -370,7 +370,7 @@ def test_a_report_replaces_no_checkpoint(option: str, tmp_path: Path, capsys: py
         checkpointer.save({"weight": torch.ones(2)}, checkpoint)
     before = checkpoint.read_bytes()
     if option == "event_log=":
-        with pytest.raises(StorageError, match="a file that is no event log"):
+        with pytest.raises(StorageError, match="a file that is not an event log"):
             EventLog(checkpoint)
     elif option == "report=":
         options = CheckpointerOptions(event_log=str(log), report=str(checkpoint))
@@ -381,5 +381,5 @@ def test_a_report_replaces_no_checkpoint(option: str, tmp_path: Path, capsys: py
         assert main(["report", str(log), "--json", option, str(checkpoint)]) == 1
         shown = capsys.readouterr()
         said = json.loads(shown.out)["error"]
-        assert "there is something already" in said["message"] and said["path"] == str(checkpoint)
+        assert "something is already there" in said["message"] and said["path"] == str(checkpoint)
     assert checkpoint.read_bytes() == before

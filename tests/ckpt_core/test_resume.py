@@ -42,7 +42,7 @@ def test_a_checkpoint_from_which_the_run_never_gets_on_is_stepped_over(
 ) -> None:
     save(tmp_path, 1, 2, 3)
     assert [taken(tmp_path) for _ in range(5)] == ["3.ckpt"] * 3 + ["2.ckpt"] * 2
-    assert "stepped over the checkpoint" in caplog.text
+    assert "skipped the checkpoint" in caplog.text
     assert str(tmp_path / "3.ckpt") in caplog.text
     assert (tmp_path / "3.ckpt").exists()
     save(tmp_path, 4)  # the run got on
@@ -109,7 +109,7 @@ def test_a_record_that_cannot_be_read_stops_nothing(
     save(tmp_path, 1)
     (tmp_path / RECORD_OF_RESUMES).write_text(content)
     assert taken(tmp_path) == "1.ckpt"
-    assert "cannot be read, so no checkpoint is stepped over" in caplog.text
+    assert "cannot be read, so no checkpoint is skipped" in caplog.text
 
 
 def test_the_record_is_no_checkpoint(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_what_is_damaged_is_not_called_unsafe(
 def test_what_a_valid_pickle_asks_for_is_unsafe(
     read: Callable[[bytes, Path], Any], pickled: bytes, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsafeCheckpointError, match="could run any code"):
+    with pytest.raises(UnsafeCheckpointError, match="could run arbitrary code"):
         read(pickled, tmp_path)
 
 

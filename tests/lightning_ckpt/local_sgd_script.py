@@ -175,7 +175,7 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
         "after": tells.held_after,
         "losses": module.losses,
         "wrapped": sorted({"lightning_module_state_dict", "optimizer_state"} & vars(trainer.strategy).keys()),
-        "warnings": [str(warning.message) for warning in caught if "promised to be exact" in str(warning.message)],
+        "warnings": [str(warning.message) for warning in caught if "guaranteed to be exact" in str(warning.message)],
     }
 
 

@@ -314,7 +314,7 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
         seen=model.seen,
         losses=model.losses,
         seen_at_save=save.seen if save is not None else None,
-        warnings=[str(warning.message) for warning in caught if "promised to be exact" in str(warning.message)],
+        warnings=[str(warning.message) for warning in caught if "guaranteed to be exact" in str(warning.message)],
         begun=storage and sum(operation.name == "begin_directory" for operation in storage.operations),
         pending=[] if plugin is None else list(plugin.checkpointer.pending),
         files=sorted(entry.name for entry in directory.iterdir()),

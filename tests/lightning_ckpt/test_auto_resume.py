@@ -151,7 +151,7 @@ def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(
     assert "stepped over" not in caplog.text
     trainer = started(tmp_path, save_top_k=1)
     assert taken(trainer) == "step=2.ckpt"
-    assert f"stepped over the checkpoint {saved / 'step=3.ckpt'}" in caplog.text
+    assert f"skipped the checkpoint {saved / 'step=3.ckpt'}" in caplog.text
     assert (saved / "step=3.ckpt").exists()
     assert taken(started(tmp_path, steps=9, trainer={"max_epochs": 2})) == f"step={BATCHES}.ckpt"
 

@@ -125,5 +125,5 @@ def test_data_that_cannot_be_divided_is_said_to_begin_again(runs: Runs, tmp_path
         directory, "second", trainer=trainer, callback={}, ckpt_path=str(directory / "saved.ckpt"), loader="stream"
     )
     (warning,) = found[0]["warnings"]
-    assert "an iterable data set divides itself" in warning and "begins again" in warning
+    assert "an iterable dataset divides itself" in warning and "begins again" in warning
     assert len(found[0]["seen"]) == 16

@@ -97,7 +97,7 @@ def test_one_line_says_what_was_chosen_and_a_crash_is_remembered(
 
 def test_what_says_when_to_save_as_well_is_refused() -> None:
     for options in ({"every_n_train_steps": 5}, {"monitor": "loss"}):
-        with pytest.raises(ValueError, match="for two callbacks"):
+        with pytest.raises(ValueError, match="need two callbacks"):
             ResumableCheckpoint(interval="auto", **options)
     with pytest.raises(ValueError, match="mtbf is for interval"):
         ResumableCheckpoint(mtbf=60.0)

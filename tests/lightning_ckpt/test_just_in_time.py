@@ -102,7 +102,7 @@ def test_a_save_in_which_a_rank_dies_is_given_up_at_once(job: Job, tmp_path: Pat
     path = tmp_path / "saved" / "step=3.ckpt"
     for rank in (0, 2):
         said = (tmp_path / f"first.{rank}.log").read_text()
-        assert f"rank 1 died before the save of {path} was whole" in said
+        assert f"rank 1 died before the save of {path} was complete" in said
     assert [each.name for each in (tmp_path / "saved").iterdir()] == ["just-in-time-step=4.ckpt"] * survivors_save
 
 

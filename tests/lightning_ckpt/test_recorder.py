@@ -102,8 +102,8 @@ def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
     point = Point("late", (2, 1), (2, 4))  # two whole epochs before it
     (found,) = judged(fork_script, tmp_path, "forgets a batch, no recorder", point)
     assert found["wrong"] and not found["recorder"]
-    assert [re.findall(r"epoch 2 had 5 batches, and those before it had 6", text) for text in found["warned"]] == [
-        ["epoch 2 had 5 batches, and those before it had 6"]
+    assert [re.findall(r"epoch 2 had 5 batches, but earlier ones had 6", text) for text in found["warned"]] == [
+        ["epoch 2 had 5 batches, but earlier ones had 6"]
     ]
 
 
@@ -252,8 +252,8 @@ def test_a_loader_whose_thread_reads_ahead_is_said_in_the_middle_of_an_epoch(
 
 def test_an_epoch_with_fewer_batches_is_said(fork_script: ScriptRunner, tmp_path: Path) -> None:
     middle, end = judged(fork_script, tmp_path, "loader: stateful loader, stuck stream", UNRECORDED, END)
-    assert "epoch 2 had 2 batches, and those before it had 6 or more" in middle["warned"][0]
-    assert "epoch 2 had 0 batches, and those before it had 6 or more" in end["warned"][0]
+    assert "epoch 2 had 2 batches, but earlier ones had 6 or more" in middle["warned"][0]
+    assert "epoch 2 had 0 batches, but earlier ones had 6 or more" in end["warned"][0]
 
 
 def test_hooks_of_an_epochs_end_are_not_taken_for_one_of_a_batchs(fork_script: ScriptRunner, tmp_path: Path) -> None:

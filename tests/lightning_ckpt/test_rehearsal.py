@@ -55,15 +55,15 @@ def test_an_exact_script_is_exact_at_every_point_and_its_own_checkpoints_are_lef
     assert sorted(resumed.steps for resumed in result.resumes) == [6, 10, 10, 13]
     assert {"data", "weights", "optimizers", "schedulers", "generators", "logged", "attributes"} <= set(result.subjects)
     assert [path.name for path in mine.iterdir()] == ["last.ckpt"]
-    assert "exact: every resumed run did the same" in result.text()
+    assert "exact: every resumed run was equal" in result.text()
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "subject", "named"),
     [
-        ("clock", "data", ["ByTheClock (", "A second resume from the same checkpoint differs in it, too"]),
-        ("history", "data", ["WithHistory (", "rehearsed_script.py:SEEN", "has a state that no checkpoint holds"]),
+        ("clock", "data", ["ByTheClock (", "A second resume from the same checkpoint differs here, too"]),
+        ("history", "data", ["WithHistory (", "rehearsed_script.py:SEEN", "has state that no checkpoint holds"]),
         ("annealed", "loss", ["Annealed.factor: 0.9 instead of 0.3", "Annealed (", "the resumed run said: "]),
         ("generators", "generators", ["torch: uint8["]),
         ("moments", "weights", ["after that: ", "optimizers (step 10)"]),
@@ -100,7 +100,9 @@ def test_two_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: str
 
 @pytest.mark.usefixtures("forked")
 def test_a_script_that_sets_the_number_of_ranks_itself_is_said_to() -> None:
-    with pytest.raises(CannotRehearseError, match=r"(?s)3 ranks were to resume, and 1 did.*--resume-with '--devices"):
+    with pytest.raises(
+        CannotRehearseError, match=r"(?s)3 ranks should have resumed, but 1 did.*--resume-with '--devices"
+    ):
         rehearse(of_case("early"), at=[8], steps=13, ranks=[3])
 
 

@@ -23,7 +23,7 @@ def test_an_exact_script_is_said_to_be_and_trains_as_without(
     tmp_path: Path, run_script: ScriptRunner, devices: int
 ) -> None:
     told = run_script(SCRIPT, "exact", "yes", devices, timeout=600)
-    assert "exact: every resumed run did the same, bit for bit" in told.stderr
+    assert "exact: every resumed run was equal, bit for bit" in told.stderr
     assert INEXACT not in told.stderr
     # this one, and three that are rehearsed: nobody rehearses a rehearsal
     assert starts(tmp_path) == 4 * devices
@@ -56,7 +56,7 @@ def test_no_other_training_of_the_script_is_taken_for_the_one_that_asks(
     tmp_path: Path, run_script: ScriptRunner, rehearse: str
 ) -> None:
     told = run_script(SCRIPT, "second", rehearse, check=False)
-    assert "rehearse is asked for by a Trainer that is not the first one of the script to fit" in told.stderr
+    assert "rehearse works only with the first Trainer of a script that fits" in told.stderr
     assert starts(tmp_path) == 2
     assert told.stdout.count("trained 18 steps") == (1 if rehearse == "strict" else 2)
     assert (told.returncode == 0) == ("no rehearsal before this training" in told.stderr) == (rehearse == "yes")
@@ -67,10 +67,10 @@ def test_what_cannot_be_started_again_is_refused(tmp_path: Path, fork_script: Sc
     launched = fork_script(
         f"{code}('exact', 'yes', '2')", modules=LIGHTNING, ranks=2, env={"TORCHELASTIC_RUN_ID": "1"}, check=False
     )
-    told = "cannot start the other ranks again, which a launcher has started"
+    told = "cannot restart the other ranks, which a launcher has started"
     assert launched.stderr.count(told) >= 2  # each rank ends
     prompt = fork_script(f"{code}('exact', 'strict')", modules=LIGHTNING, check=False)
-    assert "rehearse starts the script again, and this process (a notebook, a test," in prompt.stderr
+    assert "rehearse starts the script again, but this process (a notebook, a test," in prompt.stderr
     assert "ckpt rehearse -- COMMAND" in prompt.stderr
     assert not (tmp_path / "mine").exists()
 

@@ -152,7 +152,7 @@ def test_a_resume_that_is_not_exact_says_so(tmp_path: Path, lines: list[str]) ->
     trainer_of(tmp_path, [saver(tmp_path)], plugins=[SyncCheckpointIO()], max_steps=4).fit(model_of())
     lines.clear()
     trainer = trainer_of(tmp_path, [saver(tmp_path)], plugins=[SyncCheckpointIO()], accumulate_grad_batches=2)
-    with pytest.warns(UserWarning, match="cannot be promised to be exact"):
+    with pytest.warns(UserWarning, match="is not guaranteed to be exact"):
         trainer.fit(model_of(), ckpt_path="last")
     assert lines[0].endswith("; not exact, see the warning")
 

@@ -279,7 +279,7 @@ class Contents:
             yield
         except ValueError as error:
             raise CheckpointCorruptedError(
-                f"the checkpoint's manifest makes no sense: {error}",
+                f"the checkpoint's manifest is invalid: {error}",
                 path=f"{self._path}/{MANIFEST_NAME}",
                 key=key,
                 remedy="resume from another checkpoint; this one cannot be repaired",

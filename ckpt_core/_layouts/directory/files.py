@@ -80,7 +80,7 @@ class Files:
         if reader.size != self.sizes[name]:
             reader.close()
             raise _corrupted(
-                f"a file of the checkpoint has {reader.size} bytes and not {self.sizes[name]}", self.path_of(name)
+                f"a file of the checkpoint has {reader.size} bytes instead of {self.sizes[name]}", self.path_of(name)
             )
         return reader
 
@@ -88,7 +88,7 @@ class Files:
         """Return the bytes of a file, verified, if they are not too many for the memory."""
         if file.size > _LARGEST_WHOLE:
             raise CheckpointError(
-                f"a file of {file.size} bytes is not read into memory",
+                f"a file of {file.size} bytes is too large to be read into memory",
                 path=self.path_of(file.name),
                 remedy="verify the checkpoint, and read the file from where it is",
             )
@@ -127,7 +127,8 @@ class Files:
         wanted = shard.file.save_id or self._save_id
         if found is not None and found[1].decode("ascii", "replace") != wanted:
             raise _corrupted(
-                f"a file of the checkpoint is of another save, {found[1].decode('ascii', 'replace')} and not {wanted}",
+                f"a file of the checkpoint belongs to another save, {found[1].decode('ascii', 'replace')} and not "
+                f"{wanted}",
                 self.path_of(shard.file.name),
             )
         self.compare(shard, 0, header)

@@ -94,10 +94,10 @@ class DirectoryReader:
             if error.errno != errno.ENOTDIR:
                 raise
             raise CheckpointFormatError(
-                f"{self.path} is one file, and a checkpoint that is a directory was expected",
+                f"{self.path} is a file, but a checkpoint directory was expected",
                 path=self.path,
-                remedy="load it with what saves one file (ckpt_core.Checkpointer, SyncCheckpointIO, "
-                "AsyncCheckpointIO), or give the path of a directory",
+                remedy="load it with ckpt_core.Checkpointer, SyncCheckpointIO or AsyncCheckpointIO, or pass the "
+                "path of a directory",
             ) from error
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
@@ -291,7 +291,7 @@ class DirectoryReader:
             for file in rank.extra_files:
                 if file.name == name:
                     return self._files.read_whole(file)
-        raise CheckpointNotFoundError(f"the checkpoint holds no file {name!r} of others", path=self.path)
+        raise CheckpointNotFoundError(f"the checkpoint holds no added file {name!r}", path=self.path)
 
     def verify(self) -> None:
         """Compare every byte with its digest, and check that every element of every tensor is there once."""

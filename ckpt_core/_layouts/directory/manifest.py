@@ -103,7 +103,7 @@ class Manifest:
             return dataclasses.replace(_manifest(known), stamp=Stamp.read(data))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointCorruptedError(
-                f"the checkpoint's manifest makes no sense: {error}", path=path, remedy=_REMEDY
+                f"the checkpoint's manifest is invalid: {error}", path=path, remedy=_REMEDY
             ) from error
 
 

@@ -75,7 +75,7 @@ def match(
     empty = [key_of(where) for where, target in targets.items() if _has_no_memory(target)]
     if empty:
         raise StateMismatchError(
-            f"{len(empty)} tensors of the state that is loaded into have no memory: they are on the meta device",
+            f"{len(empty)} tensors of the target have no memory: they are on the meta device",
             path=path,
             key=empty[0],
             remedy="give them memory first (module.to_empty(device=...)), or load new tensors without into=",

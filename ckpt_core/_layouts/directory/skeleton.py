@@ -330,7 +330,7 @@ def _rebuilt(kind: str, archive: bytes, weights_only: bool) -> Any:
     except Exception as error:
         if refused_in(error) is not None:
             raise UnsafeCheckpointError(
-                f"the checkpoint holds a {kind}, which is not plain data, and rebuilding it could run any code",
+                f"the checkpoint holds a {kind}, which is not plain data, and rebuilding it could run arbitrary code",
                 remedy="load with weights_only=False (with Accelerate: allow_pickle=True) if you trust the "
                 "checkpoint's author, or allow the type with torch.serialization.add_safe_globals",
             ) from error
@@ -368,7 +368,7 @@ def _decode(
     try:
         return _Decoder(resolve, array, rebuild).decode(skeleton, 0)
     except (TypeError, IndexError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"the structure of the state makes no sense: {error}") from error
+        raise ValueError(f"the structure of the state is invalid: {error}") from error
 
 
 class _Decoder:

@@ -436,8 +436,8 @@ def _check_reports(summaries: Sequence[dict[str, Any]], path: str | None) -> Non
     for rank, summary in enumerate(summaries):
         if (summary["rank"], summary["world_size"], summary["save"]) != (rank, len(summaries), first["save"]):
             raise CheckpointError(
-                f"the report of rank {rank} is of another save: rank {summary['rank']} of {summary['world_size']}, "
-                f"save {summary['save']} and not {first['save']}",
+                f"the report of rank {rank} belongs to another save: rank {summary['rank']} of "
+                f"{summary['world_size']}, save {summary['save']} and not {first['save']}",
                 path=path,
                 remedy="save on all ranks, the same number of times",
             )

@@ -280,8 +280,10 @@ def translated_errors(path: str) -> Iterator[None]:
                 remedy="check that the path is a checkpoint and that its copy is complete",
             ) from error
         raise UnsafeCheckpointError(
-            f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",
+            "the checkpoint holds objects that are not plain data, and rebuilding them could run arbitrary code: "
+            f"{what}",
             path=path,
-            remedy="pass weights_only=False (trainer.fit(..., weights_only=False)) if you trust the file's author: "
-            "it can run any code; or allow the type with torch.serialization.add_safe_globals",
+            remedy="pass weights_only=False (trainer.fit(..., weights_only=False)) if you trust the file's "
+            "author: it can run arbitrary code; or allow the type with "
+            "torch.serialization.add_safe_globals",
         ) from error

@@ -98,7 +98,7 @@ class Manifest:
             return dataclasses.replace(cls._checked(document, end), stamp=Stamp.read(data))
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise CheckpointCorruptedError(
-                f"the checkpoint's manifest makes no sense: {error}", path=path, remedy="resume from another checkpoint"
+                f"the checkpoint's manifest is invalid: {error}", path=path, remedy="resume from another checkpoint"
             ) from error
 
     @classmethod

@@ -279,7 +279,7 @@ def _check_archive(file: io.RawIOBase, size: int, path: str) -> list[zipfile.Zip
             records = archive.infolist()
     except (zipfile.BadZipFile, ValueError, IndexError, struct.error, NotImplementedError, MemoryError) as error:
         raise CheckpointFormatError(
-            f"the archive's directory makes no sense: {error}",
+            f"the archive's directory is invalid: {error}",
             path=path,
             remedy="check that the path is a checkpoint and that its copy is complete",
         ) from error
@@ -289,7 +289,7 @@ def _check_archive(file: io.RawIOBase, size: int, path: str) -> list[zipfile.Zip
         raise CheckpointFormatError(
             "the archive's records are compressed, overlap or lie outside of it, which torch does not write",
             path=path,
-            remedy="do not use this file: it may be made to fill the memory",
+            remedy="do not use this file: it may be designed to exhaust memory",
         )
     if not any(record.filename.endswith("/data.pkl") for record in records):
         raise CheckpointFormatError(

@@ -88,7 +88,7 @@ def test_a_training_whose_checkpoints_are_all_damaged_does_not_begin_anew(
     for said in (str(tmp_path), f"{count} do not verify", os.path.basename(paths[-1]), "what to do"):
         assert said in str(caught.value)
     assert all(f"passed over the checkpoint {path}" in caplog.text for path in paths)
-    assert sorted({*os.listdir(tmp_path)} - {".ckpt-generations"}) == before, "nothing may be deleted"
+    assert sorted({*os.listdir(tmp_path)} - {".ckpt-generations"}) == before, "no permission to delete"
 
 
 def test_a_training_without_checkpoints_begins(tmp_path: Path, transport: SocketTransport) -> None:

@@ -218,7 +218,7 @@ def test_a_save_on_another_rank_only_fails(series: Any) -> None:
     ranks = series(2)
     with pytest.raises(RankFailedError, match=r"rank 0 did not begin[^\n]*\n[^\n]*call save on all ranks"):
         save(ranks[1], "/a", timeout=0.3)
-    with pytest.raises(RankFailedError, match="rank 0 saves to /b, and rank 1 to /a"):
+    with pytest.raises(RankFailedError, match="rank 0 saves to /b, but rank 1 to /a"):
         save(ranks[0], "/b", timeout=0.3)  # for so long it waits for the other to read the outcome
 
 

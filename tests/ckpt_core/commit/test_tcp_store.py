@@ -130,7 +130,7 @@ def test_a_report_that_no_rank_has_written_commits_nothing(
         return 1
 
     save.join()
-    with pytest.raises(RankFailedError, match="not one of the ranks"):
+    with pytest.raises(RankFailedError, match="not written by one of the ranks"):
         save.conclude("the report of rank 0", commit)
     assert committed == []
 
@@ -155,7 +155,7 @@ def test_a_failure_that_no_rank_has_announced_is_none(ranks: list[RankGroup]) ->
     liar.at_boundary()
     ((key, text),) = recording.written.items()
     stranger_at(ranks[0]).set(key, text)
-    with pytest.raises(RankFailedError, match="not one of the ranks"):
+    with pytest.raises(RankFailedError, match="not written by one of the ranks"):
         second.at_boundary()
 
 

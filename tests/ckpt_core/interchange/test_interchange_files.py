@@ -402,7 +402,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "mine").touch()
     for export in (export_dcp, export_model):
-        with pytest.raises(StorageError, match="something already"):
+        with pytest.raises(StorageError, match="something is already there"):
             export(path, tmp_path / "c")
         with pytest.raises(StorageError, match="local directories only"):
             export(path, "memory://somewhere")
@@ -437,7 +437,7 @@ def test_models_come_and_go(tmp_path: Path, size: str, capsys: pytest.CaptureFix
     assert_same_state({key: brought[key] for key in wanted}, wanted)  # one file has its own order
     assert len(brought) == len(wanted)
     assert main(["export", str(path), out, "--format", "safetensors"]) == 1
-    assert "something already" in capsys.readouterr().err
+    assert "something is already there" in capsys.readouterr().err
 
 
 def test_a_model_comes_out_of_a_torch_file(tmp_path: Path) -> None:

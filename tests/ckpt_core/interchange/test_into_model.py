@@ -148,7 +148,7 @@ def test_optimizer_state_whose_owner_is_uncertain_is_left(tmp_path: Path) -> Non
     mine = adam(model)
     report = load_into(path, model, optimizers=mine, partial=True)
     assert report.optimizer_taken == () and not mine.state
-    assert report.optimizer_skipped == {"optimizer": "it cannot be told which state belongs to which parameter"}
+    assert report.optimizer_skipped == {"optimizer": "it is not certain which state belongs to which parameter"}
     # with the names, it is certain
     named = torch.optim.Adam([{"params": list(old.b.named_parameters("b"))}])  # type: ignore[union-attr]
     named.step()

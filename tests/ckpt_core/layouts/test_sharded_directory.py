@@ -448,11 +448,11 @@ def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     refused(reports_of([{"m": one}, {"n": one}], tmp_path, spread=True), SerializationError, "they differ in 'm', 'n'")
     good = reports_of([{"m": one}, {"m": one}], tmp_path, spread=True)
     build_manifest(good, metadata={})
-    refused(good[:1], CheckpointError, "rank 0 is of another save: rank 0 of 2")
+    refused(good[:1], CheckpointError, "rank 0 belongs to another save: rank 0 of 2")
     refused([good[1], good[0]], CheckpointError, "another save")
     later = reports_of([{"m": one}, {"m": one}], tmp_path, spread=True)
     later[1] = later[1].replace("save-1", "save-2")
-    refused(later, CheckpointError, "rank 1 is of another save")
+    refused(later, CheckpointError, "rank 1 belongs to another save")
     nothing = {"a": [[Box((0,), (4,))], []], "b": [[Box((0,), (4,))], []]}
     half = {"a": [[Box((0,), (2,))], []], "b": [[Box((0,), (4,))], []]}
     build_manifest(reports_of([{"m": one}, {"m": one}], tmp_path, spread=True, cuts=nothing), metadata={})

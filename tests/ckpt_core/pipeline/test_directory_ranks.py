@@ -398,12 +398,12 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
     (zero, one), names = json.loads(fork_script(MISTAKES, strategy).stdout)
     assert names == ["a"], (zero, one)
     expected = {
-        "paths": ("RankFailedError", ["run/0", "run/1", "the same path on all ranks"]),
+        "paths": ("RankFailedError", ["run/0", "run/1", "the same path to save() on all ranks"]),
         "unserializable": ("SerializationError", ["custom.x"]),
         "hook": ("CheckpointError", ["rank 1: the save failed: RuntimeError: a bug in a hook"]),
         "metadata": ("CheckpointError", ["rank 1: the save failed: RuntimeError: a bug in a copy"]),
         "files": ("SerializationError", ["config.json", "on one rank only"]),
-        "steps": ("RankFailedError", ["rank 0 saves step 0, and rank 1 step 1"]),
+        "steps": ("RankFailedError", ["rank 0 saves step 0, but rank 1 step 1"]),
         "parts": ("SerializationError", ["rank 1 saves other parts than rank 0: they differ in "]),
         "shapes": ("SerializationError", ["rank 1 has other tensors in the part 'model' than rank 0"]),
         "claim": ("StorageError", ["not to be claimed"]),
@@ -549,7 +549,7 @@ def test_a_disk_that_the_ranks_do_not_share_is_found_out(fork_script: ScriptRunn
     rows, run, elsewhere = json.loads(fork_script(NOT_SHARED).stdout)
     for row in rows:
         assert row["raised"] == "StorageError"
-        assert "does not see 2 files of 5" in row["message"]
+        assert "does not see 2 of 5 files" in row["message"]
         assert "rank-00002-of-00002" in row["message"]
         assert "a directory that all machines share" in row["message"]
     assert run == elsewhere == []

@@ -114,7 +114,7 @@ def test_a_server_that_does_not_say_how_large_a_file_is() -> None:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
-        with pytest.raises(StorageError, match="does not say how large the file is"):
+        with pytest.raises(StorageError, match="does not report the size of the file"):
             Checkpointer().load(f"http://127.0.0.1:{server.server_address[1]}/a.ckpt")
         server.shutdown()
         thread.join(10)

@@ -61,7 +61,7 @@ def test_a_machine_that_had_no_descriptor_left_for_a_while_serves_again(tmp_path
 def test_strangers_and_other_files_are_refused(tmp_path: Path, port: int) -> None:
     (tmp_path / "secret").write_text("x")
     (tmp_path / "there" / "snapshots" / "file").write_text("x")
-    with pytest.raises(StorageError, match="does not answer for its memory"):
+    with pytest.raises(StorageError, match="does not serve its snapshots"):
         storage_of(tmp_path, port, b"x" * 32)._clients[1].ask("size", str(tmp_path / "there" / "snapshots" / "file"))
     for path in (tmp_path / "secret", tmp_path / "there", f"{tmp_path}/there/../secret"):
         with pytest.raises(StorageError, match="is not a snapshot in memory"):
@@ -70,12 +70,12 @@ def test_strangers_and_other_files_are_refused(tmp_path: Path, port: int) -> Non
 
 def test_a_machine_that_is_gone_is_named(tmp_path: Path) -> None:
     storage = MachinesStorage(str(tmp_path), [Machine(HOST, 1), Machine(HOST, 2)], 0, KEY)
-    with pytest.raises(StorageError, match=r"the machine at 127\.0\.0\.1:2 does not answer for its memory"):
+    with pytest.raises(StorageError, match=r"the machine at 127\.0\.0\.1:2 does not serve its snapshots"):
         storage.open(f"{tmp_path}/file")
 
 
 def test_a_name_that_nobody_knows_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="cannot be served to the others"):
+    with pytest.raises(StorageError, match="cannot serve its snapshots to the others"):
         MemoryServer(str(tmp_path), KEY, "nobody.invalid", is_here=False)
 
 

@@ -199,10 +199,10 @@ def test_a_directory_of_others_is_refused(tmp_path: Path, caplog: pytest.LogCapt
     tier.leave()
     home = tmp_path / "memory" / f"ckpt-{os.geteuid()}"
     home.chmod(0o777)  # others could have put it there
-    with pytest.raises(StorageError, match="others have, or may write to"):
+    with pytest.raises(StorageError, match="belongs to others, or that they may write to"):
         tier.begin()
     assert resumed(tmp_path) is None
-    assert "did not look for snapshots in memory" in caplog.text
+    assert "could not look for snapshots in memory" in caplog.text
     home.chmod(0o700)
     if os.geteuid() == 0:
         os.chown(home, 65534, -1)
@@ -213,7 +213,7 @@ def test_a_directory_of_others_is_refused(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_no_memory_and_no_sense_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="no filesystem in memory") as caught:
+    with pytest.raises(StorageError, match="no in-memory filesystem") as caught:
         MemoryTier(tmp_path / "run", root=tmp_path / "none").begin()
     assert "memory_dir" in (caught.value.remedy or "")
     with pytest.raises(ValueError, match="at least 1, not 0"):
