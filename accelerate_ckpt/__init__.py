@@ -1,14 +1,14 @@
 """Checkpoints for Hugging Face Accelerate: ``save_state`` and ``load_state`` become durable, asynchronous and exact.
 
-A script that stays as it is::
+A script without changes::
 
     accelerate launch -m accelerate_ckpt --strategy async train.py ...
 
-A script that asks for it::
+A script that opts in::
 
     accelerator = attach(Accelerator(), strategy="async")
 
-The engine under it is :mod:`ckpt_core`.
+The engine is :mod:`ckpt_core`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Accelerate when something needs them: a launched script may set variables before it does."""
+    """Import torch and Accelerate only when needed, so that a launched script can set environment variables first."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

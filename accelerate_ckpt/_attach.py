@@ -1,4 +1,4 @@
-"""Puts checkpointing into Accelerate: for one Accelerator, or for all of a process."""
+"""Installs checkpointing in Accelerate: for one Accelerator, or for all of a process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OTHERS_FORMAT = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distri
 
 @dataclass
 class CheckpointProjectConfiguration(ProjectConfiguration):  # type: ignore[misc]  # Accelerate publishes no types
-    """A ``ProjectConfiguration`` that also says how checkpoints are saved.
+    """A ``ProjectConfiguration`` that also configures how checkpoints are saved.
 
     Args:
         checkpoints: The options.
@@ -69,15 +69,15 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
     Args:
         accelerator: The Accelerator.
         strategy: ``"sync"``, ``"async"`` or ``"sharded"``: see :class:`~accelerate_ckpt.CheckpointConfig`.
-        **options: The other options of :class:`~accelerate_ckpt.CheckpointConfig`. What is not given is taken from the
+        **options: The other options of :class:`~accelerate_ckpt.CheckpointConfig`. Missing ones come from the
             Accelerator's :class:`~accelerate_ckpt.CheckpointProjectConfiguration`, if it has one.
 
     Returns:
-        The same Accelerator. It has an attribute more: ``resumed``, None until ``load_state`` has continued somewhere,
-        then a :class:`ckpt_core.resume.ResumePoint` with ``path``, ``step``, ``epoch`` and ``batch``.
+        The same Accelerator, with an additional attribute ``resumed``: None until ``load_state`` has continued from a
+        checkpoint, then a :class:`ckpt_core.resume.ResumePoint` with ``path``, ``step``, ``epoch`` and ``batch``.
 
     Raises:
-        OptionError: An option is unknown or has a value it cannot have.
+        OptionError: An option is unknown or has an invalid value.
 
     Example::
 
@@ -98,7 +98,7 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
 
 
 def install(config: CheckpointConfig) -> None:
-    """Do what :func:`attach` does for every Accelerator that this process makes; again, for those still to come."""
+    """Do what :func:`attach` does for every Accelerator that this process creates; a second call, for later ones."""
     _installed[:] = [config]
     _listen()
     if not _makers:
@@ -106,7 +106,7 @@ def install(config: CheckpointConfig) -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, and end all that is under way."""
+    """Undo :func:`install`, and end everything that is pending."""
     _installed.clear()
     try:
         drain(raised=False)
@@ -118,10 +118,10 @@ def uninstall() -> None:
 
 
 def drain(*, raised: bool, tell_trackers: bool = False) -> None:
-    """Wait for all saves in the background, and raise if one has failed.
+    """Wait for all background saves, and raise if one has failed.
 
-    If the script ends with an exception that it has raised, failures are only logged, so that they do not hide it.
-    ``tell_trackers`` gives the figures of the last saves to the trackers, which must be open still.
+    If the script ends with its own exception, failures are only logged, so that they do not hide that exception.
+    ``tell_trackers`` sends the figures of the last saves to the trackers, which must still be open.
     """
     failure: CheckpointError | None = None
     for session in unfinished_sessions():
@@ -146,7 +146,7 @@ def drain(*, raised: bool, tell_trackers: bool = False) -> None:
 
 
 def _session(accelerator: Any) -> Session | None:
-    """Return the session that saves for the Accelerator; None if a format of its own is used there."""
+    """Return the session that saves for the Accelerator; None if that writes its own format."""
     if accelerator.distributed_type in _OTHERS_FORMAT:
         return None
     config = _attached.get(accelerator) or next(iter(_installed), None)
@@ -320,10 +320,10 @@ def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
 
 
 def _iterate(original: Any, loader: Any) -> Iterator[Any]:
-    """Make deferred saves between two batches: there the script has done all that it does in a step.
+    """Make deferred saves between two batches, where the script has finished its step.
 
-    Saves that the script has not asked for are not made after the last batch of an epoch: a resume begins with the next
-    epoch, and would leave out what the script does at the end of one. They are made when the next one begins.
+    Saves that the script did not request are not made after the last batch of an epoch: a resume begins with the next
+    epoch, and would skip what the script does at the end of one. They are made when the next epoch begins.
     """
     begins = True
     for session in live_sessions():

@@ -1,7 +1,7 @@
 """The options: their values, and where they come from.
 
-Nothing heavy is imported here: a training script that is launched by us may set variables before its own imports of
-torch and Accelerate, and those must still count.
+Nothing heavy is imported here: a launched training script may set environment variables before it imports torch and
+Accelerate, and they must take effect.
 """
 
 # ruff: noqa: RUF009 - what `_option` returns is a field
@@ -45,7 +45,7 @@ FILE_OPTION = "config"
 
 
 class OptionError(ValueError):
-    """An option is unknown or cannot have the value given; the message names it and where the value came from."""
+    """An option is unknown or has an invalid value; the message names it and where the value came from."""
 
 
 class _Kind(NamedTuple):
@@ -190,70 +190,73 @@ class CheckpointConfig:
     """How ``save_state`` saves.
 
     Args:
-        strategy: ``"sync"``: ``save_state`` returns when the checkpoint is durable. ``"async"``: it returns when the
-            state is copied; needs as much host memory as ``max_pending`` states. ``"sharded"``: as ``"async"``, and
-            what all ranks hold alike is written in slices by all of them, instead of whole by rank 0.
+        strategy: When ``save_state`` returns. ``"sync"``: when the checkpoint is durable. ``"async"``: when the state
+            is copied; needs host memory for ``max_pending`` copies. ``"sharded"``: as ``"async"``; state that all ranks
+            share is written in slices by all of them, instead of completely by rank 0.
         wait: ``save_state`` returns only when the checkpoint is durable, whatever the strategy.
-        max_pending: How many saves may be under way before the next one waits for the oldest.
-        on_error: What a save that fails in the background does: ``"raise"`` on every rank at its next step, ``"warn"``
-            logs and counts it.
-        mid_accumulation: What a save inside a window of gradient accumulation does: ``"grads"`` saves each rank's
-            gradients so far, so that the window continues where it was; ``"defer"`` saves when the window is complete;
+        max_pending: How many saves may be pending before the next one waits for the oldest.
+        on_error: What to do when a background save fails. ``"raise"``: raise on every rank at its next step.
+            ``"warn"``: log and count it.
+        mid_accumulation: For a save inside a window of gradient accumulation. ``"grads"`` saves each rank's gradients
+            so far, so that the window continues where it was. ``"defer"`` saves when the window is complete.
             ``"error"`` refuses.
         retention: Which checkpoints to keep: a policy of :mod:`ckpt_core.policies`, ``"latest=2,every_steps=1000"``, or
-            a mapping with ``class_path`` and ``init_args``. None deletes nothing but what ``total_limit`` says.
-        commit_timeout: Seconds to wait for the other ranks' parts of a save before it counts as failed.
-        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training
-            continues; then rank 0 uploads them from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. ``load_state`` takes the
-            nearest copy that is whole, under the path of either.
+            a mapping with ``class_path`` and ``init_args``. With None, only ``total_limit`` deletes.
+        commit_timeout: Seconds to wait for the other ranks' parts of a save before it fails.
+        local_dir: Directory on a fast local disk that all ranks see. Checkpoints are committed below it, training
+            continues, and rank 0 uploads them from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory for the uploads, under the same relative names. ``load_state`` takes the nearest
+            intact copy, under the path of either.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        allow_pickle: Whether ``load_state`` may run code from a checkpoint: stock Accelerate pickles registered
-            objects, and ours hold what in a state is not plain data as pickles. What ``torch.load`` reads with
-            ``weights_only=True`` is loaded anyway.
-        resume: ``"auto"``: ``load_state`` without a directory continues from the newest checkpoint of the run that
-            verifies, and does nothing where there is none, which a line says; ``accelerator.resumed`` tells which, as a
+        allow_pickle: Whether ``load_state`` may run code from a checkpoint. Stock Accelerate pickles registered
+            objects, and our checkpoints hold objects that are not plain data as pickles. What ``torch.load`` reads with
+            ``weights_only=True`` is loaded in any case.
+        resume: With ``"auto"``, ``load_state`` without a directory continues from the newest checkpoint of the run that
+            verifies. If there is none, it does nothing, and a line says so. ``accelerator.resumed`` tells which, as a
             :class:`ckpt_core.resume.ResumePoint` or None.
-        resume_attempts: After how many starts in a row that ended without a newer checkpoint ``"auto"`` tries an older
-            one first; None: never.
-        checkpoint_dir: Directory of the run's checkpoints, also a URL, where ``resume`` looks, and ``preempt`` and
-            ``interval`` save, for scripts without automatic names; by default ``checkpoints`` in the project directory.
-        preempt: What makes all ranks save after the same batch and the program end with ``SystemExit``, when that is
+        resume_attempts: After this many starts in a row that ended without a newer checkpoint, ``"auto"`` tries an
+            older one first; None: never.
+        checkpoint_dir: Directory of the run's checkpoints, or its URL, for scripts without automatic names: where
+            ``resume`` looks, and ``preempt`` and ``interval`` save. By default ``checkpoints`` in the project
+            directory.
+        preempt: What makes all ranks save after the same batch and the program end with ``SystemExit`` when that is
             durable: True (SIGTERM), ``"SIGTERM,SIGUSR1"``, or a :class:`ckpt_core.preemption.Preemption` or a mapping
-            of its arguments, with deadlines and notices. The exit status is 128 and the signal's number, or 75.
-        interval: When all ranks save by themselves, after the body of the training loop: ``"auto"``, at the interval
-            that loses the least time to saves and failures (Young/Daly), from what saves take here; ``"continuous"``,
-            each as soon as the one before is durable. The checkpoints have the next automatic name, or are the two
-            newest ``auto_N`` of step N in ``checkpoint_dir``, of which ``retention`` keeps others.
+            of its arguments, with deadlines and notices. The exit status is 128 plus the signal's number, or 75.
+        interval: When all ranks save by themselves, after the body of the training loop. ``"auto"``: at the interval
+            that loses the least time to saves and failures (Young/Daly), based on measured saves. ``"continuous"``:
+            each as soon as the previous one is durable. The checkpoints get the next automatic name. Without automatic
+            names, they are ``auto_N`` of step N in ``checkpoint_dir``, and the two newest stay, unless ``retention``
+            says otherwise.
         mtbf: For ``"auto"``: mean time between failures of the whole job in seconds; by default as observed.
-        max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005; without ``mtbf`` it is
-            used up.
-        memory_every_n_steps: Keep a snapshot in the machine's memory, outside of the processes, after every so many
-            steps, besides the checkpoints: after a crash, ``load_state()`` takes the newer of both. The last two are
-            kept, and deleted when the program has ended. None: none.
-        memory_dir: A directory in memory.
-        just_in_time: Whether under DDP, when a rank dies, one of the others saves what all of them held, under the next
-            automatic name or as ``checkpoint_N`` in ``checkpoint_dir``, so that the restart repeats at most one step;
-            or for how many seconds survivors wait for each other, 15 by default.
+        max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005. Without ``mtbf``, it is
+            used in full.
+        memory_every_n_steps: In addition to checkpoints, keep a snapshot in the machine's memory, outside the
+            processes, every N steps. After a crash, ``load_state()`` takes the newer of both. The last two are kept,
+            and deleted when the program has ended. None: no snapshots.
+        memory_dir: The directory in memory for the snapshots.
+        just_in_time: Whether, when a rank dies under DDP, another rank saves what all of them held, under the next
+            automatic name or as ``checkpoint_N`` in ``checkpoint_dir``, so that the restart repeats at most one step.
+            A number: for how many seconds survivors wait for each other (15).
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
-        report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
-            log is beside it, unless ``event_log`` names another.
-        log_metrics: Whether the figures of the saves (``checkpoint/stall_seconds``, ``checkpoint/share_of_run``, ...)
-            go to the trackers, with what the script gives to ``accelerator.log``, those of the last save when it calls
-            ``end_training``; with ``transformers``, into the logs of its ``Trainer``.
-        listeners: Called with every event: functions, or in a flag, a variable or a file names of classes, with commas
-            between them, such as ``ckpt_core.listeners.opentelemetry.OpenTelemetryListener``.
-        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
-            the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
-            else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
-        max_host_bytes: The most host memory in bytes that a process takes for copies of states; None: as much as they
-            need. A larger state passes through it in parts, and training waits until the last one is copied (async).
-        recorder: Whether each rank records the steps of its optimizers in a small file beside the checkpoints, and a
-            resumed run compares those that it repeats and says whether they are the same.
+        report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
+            beside it, unless ``event_log`` names another.
+        log_metrics: Whether to send the figures of the saves (``checkpoint/stall_seconds``,
+            ``checkpoint/share_of_run``, ...) to the trackers, along with what the script passes to ``accelerator.log``;
+            those of the last save when it calls ``end_training``. With ``transformers``, they go into the logs of its
+            ``Trainer``.
+        listeners: Called with every event: functions, or in a flag, variable or file comma-separated names of classes,
+            such as ``ckpt_core.listeners.opentelemetry.OpenTelemetryListener``.
+        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state during
+            the next forward and backward pass; the device then waits before the next optimizer step. Before anything
+            else changes them, call :func:`ckpt_core.wait_staged`; otherwise that save fails.
+        max_host_bytes: Most host memory in bytes per process for copies of states; None: as much as they need. A larger
+            state passes through in parts, and training waits until the last one is copied (async).
+        recorder: Whether each rank records the steps of its optimizers in a small file beside the checkpoints. A
+            resumed run compares the steps that it repeats, and reports whether they are equal.
 
     Raises:
-        OptionError: A value is not one of those above.
+        OptionError: A value is invalid.
 
     Examples:
         >>> CheckpointConfig(strategy="sharded").max_pending
@@ -365,7 +368,7 @@ class CheckpointConfig:
 
     @property
     def slices_replicated(self) -> bool:
-        """Whether all ranks write what all of them hold alike, each a slice."""
+        """Whether each rank writes a slice of the state that all ranks share."""
         return self.strategy == "sharded"
 
     @classmethod
@@ -379,15 +382,15 @@ class CheckpointConfig:
         """Collect the options: flags before variables before the file before the defaults.
 
         Args:
-            flags: Values by option, as text or as they are; None counts as not given. ``config`` is the YAML file, a
+            flags: Values by option, as text or as they are; None counts as not set. ``config`` is the YAML file, a
                 mapping of options to values.
-            variables: The environment, of which ``ACCELERATE_CKPT_<OPTION>`` is read, and ``ACCELERATE_CKPT_CONFIG``
-                for the file; empty ones count as not set. That of this process, if not given.
-            flag_name: How a flag is called in errors.
+            variables: The environment; by default that of this process. ``ACCELERATE_CKPT_<OPTION>`` is read, and
+                ``ACCELERATE_CKPT_CONFIG`` for the file. Empty variables count as not set.
+            flag_name: Returns the name of a flag for errors.
 
         Raises:
-            OptionError: An option is unknown or has a value it cannot have, or the file cannot be read; the message
-                begins with the flag, the variable or the file and key.
+            OptionError: An option is unknown or has an invalid value, or the file cannot be read. The message begins
+                with the flag, the variable, or the file and key.
 
         Examples:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
@@ -464,6 +467,6 @@ def _read_file(origin: str, path: StrPath) -> dict[str, Any]:
 
 
 def nearest(wrong: Any, known: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for the known name that is most like the wrong one, or nothing."""
+    """Return ``; did you mean ...?`` for the known name closest to the wrong one, or nothing."""
     close = difflib.get_close_matches(str(wrong), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

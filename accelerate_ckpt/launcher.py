@@ -1,8 +1,7 @@
-"""Runs a training script that knows nothing of us, with ``save_state`` and ``load_state`` replaced by ours.
+"""Runs an unchanged training script, with ``save_state`` and ``load_state`` replaced by ours.
 
 The script must not notice: it is ``__main__`` (its classes can be pickled and its spawned workers find it), finds its
-siblings, sees its own ``sys.argv``, imports what it likes in its own order, and its exit code and traceback are those
-that it would have without us.
+siblings, sees its own ``sys.argv``, imports modules in its own order, and has its usual exit status and traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script or module as ``python script.py`` and ``python -m module`` would.
 
-    Without ``arguments``, they are those of this process. It exits as the script does; with status 2 if options are
+    Without ``arguments``, they are those of this process. It exits as the script does, or with status 2 if options are
     wrong.
     """
     parser = _parser()
@@ -60,7 +59,7 @@ def add_options(group: argparse._ActionsContainer, prefix: str = "--") -> None:
 
 
 def options_of(given: argparse.Namespace, prefix: str = "--") -> dict[str, str | None]:
-    """Return what was given for the flags of :func:`add_options`, by option."""
+    """Return the values of the flags of :func:`add_options`, by option."""
     return {name: getattr(given, prefix.removeprefix("--") + name) for name in _names()}
 
 
@@ -164,9 +163,9 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Does something with modules, by their names, as soon as the script has imported them, and not earlier.
+    """Calls functions for named modules as soon as the script has imported them, and not earlier.
 
-    Importing Accelerate before the script would be simpler, and wrong: libraries read variables such as ``HF_HOME`` or
+    Importing Accelerate before the script would be simpler, but wrong: libraries read variables such as ``HF_HOME`` or
     ``OMP_NUM_THREADS`` when they are imported, and a script that sets them first must get what it asked for.
     """
 

@@ -1,4 +1,4 @@
-"""``CheckpointIO`` plugins that write one durable, verified, torch-loadable file at exactly the path given."""
+"""``CheckpointIO`` plugins that write one durable, verified, torch-loadable file at exactly the given path."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class TorchFileIO(ReliableCheckpointIO):
         """Save ``checkpoint`` at ``path``.
 
         Args:
-            checkpoint: What the Trainer or Fabric collected.
+            checkpoint: The state that the Trainer or Fabric collected.
             path: Local path or URL.
-            storage_options: Not taken for a single save.
+            storage_options: Not supported for a single save.
 
         Raises:
-            CheckpointError: The save, or an earlier one in the background, failed.
-            TypeError: ``storage_options`` is given.
+            CheckpointError: This save, or an earlier one in the background, failed.
+            TypeError: ``storage_options`` was passed.
         """
         self.refuse(storage_options)
         if self.memory is not None and self.memory.covers(path):
@@ -82,19 +82,19 @@ class TorchFileIO(ReliableCheckpointIO):
     def load_checkpoint(
         self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint and verify every byte of it; one whose save is under way is waited for.
+        """Load a checkpoint, waiting for a pending save of it, and verify every byte.
 
-        Directories of :class:`~lightning_ckpt.ShardedCheckpointIO`, and of Lightning's own sharded strategies, are read
-        too.
+        It also reads directories of :class:`~lightning_ckpt.ShardedCheckpointIO` and of Lightning's own sharded
+        strategies.
 
         Args:
             path: Local path or URL.
-            map_location: As for ``torch.load``; the CPU, if not given, as in Lightning's own plugin.
+            map_location: As for ``torch.load``; by default the CPU, as in Lightning's own plugin.
             weights_only: As for ``torch.load``.
 
         Raises:
-            CheckpointError: The file is missing, damaged, foreign, of a newer format, or holds objects that are not
-                plain data.
+            CheckpointError: The file is missing, damaged, not a checkpoint, of a newer format, or holds objects that
+                are not plain data.
         """
         location = (lambda storage, _: storage) if map_location is None else map_location
         try:
@@ -107,7 +107,7 @@ class TorchFileIO(ReliableCheckpointIO):
         return state
 
     def teardown(self) -> None:
-        """Wait for the background, free its memory and raise a failure that was not raised yet."""
+        """Wait for pending saves, free their memory, and raise a failure that has not been raised yet."""
         self.checkpointer.close()
 
     def _tell_about_callback_once(self, checkpoint: Any) -> None:
@@ -144,7 +144,7 @@ def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
 
 
 class SyncCheckpointIO(TorchFileIO):
-    """Saves before training continues: when ``save_checkpoint`` returns, the file is durable under its name.
+    """Saves while training waits: when ``save_checkpoint`` returns, the file is durable under its name.
 
     Needs at most 128 MiB of extra memory, whatever the size of the state.
 
@@ -154,8 +154,8 @@ class SyncCheckpointIO(TorchFileIO):
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
-        report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
-            log is beside it, unless ``event_log`` names another.
+        report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
+            beside it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
 
     Example::
@@ -178,31 +178,32 @@ class SyncCheckpointIO(TorchFileIO):
 
 
 class AsyncCheckpointIO(TorchFileIO):
-    """Copies the state and lets training continue while the copy is written in the background.
+    """Copies the state, and writes the copy in the background while training continues.
 
-    The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes,
-    and the end of ``fit`` for everything. A save outside of a running epoch, such as ``trainer.save_checkpoint`` after
-    ``fit``, returns when it is durable, and so does one of at most 256 KiB, unless the storage takes over a second.
-    Needs ``max_pending`` times the state's size of extra host memory.
+    The file appears under its name when it is durable. A removal waits for its successor, a load for a pending save of
+    its file, and the end of ``fit`` for everything. A save outside a running epoch, such as
+    ``trainer.save_checkpoint`` after ``fit``, returns when it is durable. So does one of at most 256 KiB, unless the
+    storage takes more than a second. Needs extra host memory for ``max_pending`` copies of the state.
 
     Args:
-        max_pending: How many saves may be under way before the next one waits for the oldest.
-        on_error: ``"raise"`` ends training when a save failed in the background: on every rank after the next batch
-            with :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``.
-            ``"warn"`` logs the failure, counts it in ``checkpointer.failures`` and trains on.
+        max_pending: How many saves may be pending before the next one waits for the oldest.
+        on_error: What to do when a background save fails. ``"raise"`` ends training: with
+            :class:`~lightning_ckpt.ResumableCheckpoint`, on every rank after the next batch; otherwise at the next
+            save or at the end of ``fit``. ``"warn"`` logs the failure, counts it in ``checkpointer.failures``, and
+            training continues.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
         local_dir: Directory on a fast local disk in which checkpoints are committed first; needs ``upload_to``.
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
-        report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
-            log is beside it, unless ``event_log`` names another.
+        report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
+            beside it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
-        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
-            the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
-            else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
-        max_host_bytes: The most host memory in bytes that a process takes for copies of states; None: as much as they
-            need. A larger state passes through it in parts, and training waits until the last one is copied (async).
+        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state during
+            the next forward and backward pass; the device then waits before the next optimizer step. Before anything
+            else changes them, call :func:`ckpt_core.wait_staged`; otherwise that save fails.
+        max_host_bytes: Most host memory in bytes per process for copies of states; None: as much as they need. A larger
+            state passes through in parts, and training waits until the last one is copied (async).
 
     Example::
 

@@ -1,6 +1,7 @@
 """The callback that makes a Lightning run resume bit for bit.
 
-It is a ``ModelCheckpoint`` that knows our plugins besides: failures, copies instead of second saves, verified look-ups.
+It is a ``ModelCheckpoint`` that also works with our plugins: failures, copies instead of second saves, verified
+look-ups.
 """
 
 # Not "from __future__ import annotations": as of ModelCheckpoint, an annotation is a type, which parsers read.
@@ -74,77 +75,76 @@ _NOT_EMPTY = "exists and is not empty"  # in Lightning's warning
 
 
 class ResumableCheckpoint(ModelCheckpointBase):
-    """A ``ModelCheckpoint`` with which a resumed run ends with the bits of a run that was never interrupted.
+    """A ``ModelCheckpoint`` with which a resumed run ends with the same bits as one that was never interrupted.
 
     While it is on the Trainer, *every* checkpoint saved through the Trainer (by this callback, by another one, by
-    ``trainer.save_checkpoint``) carries the exact state of all ranks under the key ``"lightning_ckpt"``: random
+    ``trainer.save_checkpoint``) holds the exact state of all ranks under the key ``"lightning_ckpt"``: random
     generators, data position, random generators of data loading workers, gradients of an open accumulation window, open
-    metrics, and the point of the training loop. ``trainer.fit(ckpt_path=...)`` resumes from there. Where exactness
-    cannot be had, the resume says why in one warning.
+    metrics, and the position in the training loop. ``trainer.fit(ckpt_path=...)`` resumes from it. If a resume cannot
+    be exact, one warning says why.
 
     Args:
-        dirpath: Directory of the checkpoints, also a URL; by default the logger's directory (but see ``resume``).
+        dirpath: Directory of the checkpoints, or its URL; by default the logger's directory (but see ``resume``).
         filename: Name pattern of the checkpoints, such as ``"{epoch}-{step}"``.
         monitor: Name of the logged quantity that ranks the checkpoints.
-        verbose: Whether to say when a checkpoint is saved.
-        save_last: Whether to keep a checkpoint ``last.ckpt`` as well; with our plugins, it is a
-            second name (a hard link) of the newest one, also with ``"link"``, and costs no second write.
+        verbose: Whether to report each saved checkpoint.
+        save_last: Whether to keep a checkpoint ``last.ckpt`` as well. With our plugins, it is a second name (a hard
+            link) of the newest one, also with ``"link"``, and costs no second write.
         save_top_k: Number of best checkpoints to keep; -1 keeps all.
         save_on_exception: Whether to save when training raises.
-        save_weights_only: Whether to save the weights only; such a checkpoint cannot be resumed exactly.
+        save_weights_only: Whether to save only the weights; such a checkpoint cannot be resumed exactly.
         mode: ``"min"`` or ``"max"``: which ``monitor`` is better.
-        auto_insert_metric_name: Whether names of quantities are put into the file name.
-        every_n_train_steps: Save every so many optimizer steps.
+        auto_insert_metric_name: Whether to put names of quantities into the file name.
+        every_n_train_steps: Save every N optimizer steps.
         train_time_interval: Save at this interval of training time; the time since the last save survives a resume.
-        every_n_epochs: Save every so many epochs.
+        every_n_epochs: Save every N epochs.
         save_on_train_epoch_end: Whether to save at the end of the training epoch instead of after validation.
         enable_version_counter: Whether to add ``-v1`` and so on rather than replace a file.
-        exact: Whether to capture and restore the exact state; without it this is a ``ModelCheckpoint``.
-        data_resume: How loaders get back to where they were. ``"auto"``: by skipping in the sampler, by the loader's
-            own state where it has one, else by reading again. ``"replay"``: always by reading again, which is slow but
-            needs nothing of the data set but that it is deterministic.
-        recorder: Whether each rank records its steps in a small file beside the checkpoints, and a resumed run compares
-            those that it repeats and says whether they are the same. For a directory on a store, and with
-            ``exact=False``, there is no file.
-        retention: Which checkpoints of this callback to keep besides those that ``save_top_k`` keeps: a policy of
-            :mod:`ckpt_core.policies`, or its words (``"latest=2,every_steps=1000"``). One is deleted when neither wants
-            it. With ``save_top_k=-1``, which saves them all, the policy alone decides. The best, the last, the one
-            that the run was resumed from, and what ``ckpt keep`` has pinned are always kept.
-        resume: ``"auto"``: ``trainer.fit`` without ``ckpt_path`` continues from the newest checkpoint that verifies, or
-            starts from the beginning where there is none, which it says in one line; :attr:`resumed` tells which. A
-            ``ckpt_path`` that is given wins. Without ``dirpath``, the checkpoints are then in ``checkpoints`` in the
-            Trainer's ``default_root_dir``, so that each start finds those of the one before.
-        resume_attempts: After how many starts in a row that ended without a newer checkpoint ``"auto"`` tries an older
-            one first; None: never.
-        log_metrics: Whether the Trainer's loggers get the figures of each save: ``checkpoint/bytes``,
+        exact: Whether to capture and restore the exact state; without it, this is just a ``ModelCheckpoint``.
+        data_resume: How loaders get back to their position. ``"auto"``: by skipping in the sampler, by the loader's own
+            state if it has one, otherwise by reading again. ``"replay"``: always by reading again, which is slow but
+            only requires a deterministic dataset.
+        recorder: Whether each rank records its steps in a small file beside the checkpoints. A resumed run compares the
+            steps that it repeats, and reports whether they are equal. There is no file for a directory on a store, or
+            with ``exact=False``.
+        retention: Which checkpoints of this callback to keep in addition to those of ``save_top_k``: a policy of
+            :mod:`ckpt_core.policies`, or its text (``"latest=2,every_steps=1000"``). A checkpoint is deleted when
+            neither wants it. With ``save_top_k=-1``, which keeps all, only the policy decides. The best, the last, the
+            one that the run was resumed from, and those pinned by ``ckpt keep`` always stay.
+        resume: With ``"auto"``, ``trainer.fit`` without ``ckpt_path`` continues from the newest checkpoint that
+            verifies. If there is none, it starts from the beginning and says so in one line. :attr:`resumed` tells
+            which. A ``ckpt_path`` takes precedence. Without ``dirpath``, the checkpoints are then in ``checkpoints`` in
+            the Trainer's ``default_root_dir``, so that each start finds those of the previous one.
+        resume_attempts: After this many starts in a row that ended without a newer checkpoint, ``"auto"`` tries an
+            older one first; None: never.
+        log_metrics: Whether to send the figures of each save to the Trainer's loggers: ``checkpoint/bytes``,
             ``checkpoint/commit_seconds``, ``checkpoint/stall_seconds`` (since the last figures),
             ``checkpoint/stall_seconds_total``, ``checkpoint/share_of_run``, ``checkpoint/saves``,
             ``checkpoint/pending`` and ``checkpoint/failures``, as rank 0 sees them. Needs one of our plugins.
-        preempt: What makes the run save ``preempted-step=N.ckpt`` after the batch, on all ranks at the same one, and
-            end with ``SIGTERMException`` and the exit status 143 when it is durable: True, SIGTERM; names of signals
-            (``"SIGTERM,SIGUSR1"``, or a list); or a :class:`ckpt_core.preemption.Preemption`, or its arguments by name,
-            which also knows deadlines and notices, whose exit status is 75. False: SIGTERM ends the run without a save.
-        interval: When to save for a restart: ``"auto"``, at the interval that loses the least time to saves and
-            failures (Young/Daly), from what saves take here; ``"continuous"``, each as soon as the one before is
-            durable. Also at the end of training, and of epochs if ``every_n_epochs`` is given. A checkpoint that is
-            ranked by a ``monitor`` needs a callback of its own.
+        preempt: What makes the run save ``preempted-step=N.ckpt``, on all ranks after the same batch, and end with
+            ``SIGTERMException`` and exit status 143 when that is durable. True: SIGTERM. Names of signals
+            (``"SIGTERM,SIGUSR1"``, or a list). A :class:`ckpt_core.preemption.Preemption`, or its arguments by name:
+            also deadlines and notices, with exit status 75. False: SIGTERM ends the run without a save.
+        interval: When to save for a restart. ``"auto"``: at the interval that loses the least time to saves and
+            failures (Young/Daly), based on measured saves. ``"continuous"``: each as soon as the previous one is
+            durable. It also saves at the end of training, and of epochs if ``every_n_epochs`` is set. Checkpoints
+            ranked by a ``monitor`` need a second callback.
         mtbf: For ``"auto"``: mean time between failures of the whole job in seconds; by default as observed.
-        max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005; without ``mtbf`` it is
-            used up.
-        memory_every_n_steps: Keep a snapshot in the machine's memory, outside of this process, after every so many
-            optimizer steps, besides the checkpoints: after a crash, ``resume="auto"`` and ``ckpt_path="last"`` take the
-            newer of both. The last two are kept, and deleted when the run has ended. Needs one of our plugins. None:
-            none.
-        memory_dir: A directory in memory.
-        rehearse: Whether the first ``fit`` of the script that begins a run starts the script again before it trains, in
-            processes of its own, and tells whether resumes are exact, as ``ckpt rehearse`` does; if one is not, it
-            warns and trains. ``"strict"``: it raises instead.
-        just_in_time: Whether under DDP, when a rank dies, one of the others saves ``just-in-time-step=N.ckpt``, so that
-            the restart repeats at most one step; or for how many seconds survivors wait for each other, 15 by default.
+        max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005. Without ``mtbf``, it is
+            used in full.
+        memory_every_n_steps: In addition to checkpoints, keep a snapshot in the machine's memory, outside this process,
+            every N optimizer steps. After a crash, ``resume="auto"`` and ``ckpt_path="last"`` take the newer of both.
+            The last two are kept, and deleted when the run has ended. Needs one of our plugins. None: no snapshots.
+        memory_dir: The directory in memory for the snapshots.
+        rehearse: Whether the first ``fit`` of a new run first runs the script again, in separate processes, and reports
+            whether resumes are exact, as ``ckpt rehearse`` does. If one is not, it warns and trains. ``"strict"``: it
+            raises instead.
+        just_in_time: Whether, when a rank dies under DDP, another rank saves ``just-in-time-step=N.ckpt``, so that the
+            restart repeats at most one step. A number: for how many seconds survivors wait for each other (15).
 
     Raises:
-        CheckpointError: At the start of a fit, when this release of Lightning is not supported, or what ``rehearse``
-            is to start again is no script, or its ranks were started by a launcher.
+        CheckpointError: At the start of a fit: this release of Lightning is not supported, or ``rehearse`` cannot run
+            the script again, because it is not a script or a launcher has started its ranks.
 
     Examples:
         >>> from lightning_ckpt import ResumableCheckpoint
@@ -746,11 +746,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def preemption(self) -> Preemption | None:
-        """What tells a run to save and end; None if nothing does."""
+        """What makes the run save and end; None if nothing does."""
         return self._preemption
 
     def save_before_end(self, trainer: Any, reason: str) -> None:
-        """Save a checkpoint, and return when it is durable; called on all ranks together, between two batches."""
+        """Save a checkpoint and return when it is durable. Called on all ranks together, between two batches."""
         if trainer.fast_dev_run:
             return
         path = os.path.join(os.fspath(self.dirpath or ""), f"{_PREEMPTED}{trainer.global_step}{self.FILE_EXTENSION}")
@@ -852,7 +852,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def resumed(self) -> ResumePoint | None:
-        """Where the last ``fit`` has continued; None if there was nothing to resume, or it was not asked to."""
+        """Where the last ``fit`` continued; None if there was nothing to resume, or it was not asked to resume."""
         return self._resumed
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A ``CheckpointIO`` plugin with which every rank writes its part."""
+"""A ``CheckpointIO`` plugin that lets every rank write its part."""
 
 from __future__ import annotations
 
@@ -34,38 +34,39 @@ from lightning_ckpt.loading import read_directories
 
 
 class ShardedCheckpointIO(ReliableCheckpointIO):
-    """Saves a directory to which every rank writes its part; any number of ranks reads it back.
+    """Saves a directory to which every rank writes its part; any number of ranks can load it.
 
-    Under FSDP and ``ModelParallelStrategy`` each rank writes its shards; under DDP, where all ranks hold the same, each
-    writes a slice. Saves are asynchronous unless told otherwise, and no rank holds more than its own part. The
+    Under FSDP and ``ModelParallelStrategy``, each rank writes its shards. Under DDP, where all ranks hold the same
+    state, each writes a slice. Saves are asynchronous by default, and no rank holds more than its own part. The
     directory holds safetensors files and appears under its name when all parts are durable.
 
-    With Fabric, give it to ``plugins``, or, for FSDP and ``ModelParallelStrategy``, which refuse plugins, to
+    With Fabric, pass it to ``plugins``; for FSDP and ``ModelParallelStrategy``, which refuse plugins, to
     ``callbacks``.
 
-    Lightning's own strategies call a plugin on rank 0 only, or pass it by. This one replaces the methods that save and
-    load on the strategy of the Trainer or Fabric that it was given to; no callback is needed.
+    Lightning's own strategies call a plugin on rank 0 only, or bypass it. This one replaces the save and load methods
+    on the strategy of the Trainer or Fabric to which it is passed; no callback is needed.
 
     Args:
-        mode: ``"async"`` lets training continue once this rank's part is copied; ``"sync"`` waits until all is durable.
-        max_pending: How many saves may be under way before the next one waits (async only).
-        on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and
-            counts.
-        commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
+        mode: ``"async"``: training continues once this rank's part is copied. ``"sync"``: it waits until everything is
+            durable.
+        max_pending: How many saves may be pending before the next one waits (async only).
+        on_error: What to do when a background save fails. ``"raise"`` ends training on every rank. ``"warn"`` logs and
+            counts the failure.
+        commit_timeout: How many seconds a rank whose part is durable waits for the others before the save fails.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
         local_dir: Directory on a fast local disk that all ranks see, in which checkpoints are committed first; needs
             ``upload_to``.
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
-        report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
-            log is beside it, unless ``event_log`` names another.
+        report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
+            beside it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
-        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
-            the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
-            else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
-        max_host_bytes: The most host memory in bytes that a process takes for copies of states; None: as much as they
-            need. A larger state passes through it in parts, and training waits until the last one is copied (async).
+        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state during
+            the next forward and backward pass; the device then waits before the next optimizer step. Before anything
+            else changes them, call :func:`ckpt_core.wait_staged`; otherwise that save fails.
+        max_host_bytes: Most host memory in bytes per process for copies of states; None: as much as they need. A larger
+            state passes through in parts, and training waits until the last one is copied (async).
 
     Example::
 
@@ -157,11 +158,11 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         Args:
             checkpoint: Plain data and tensors.
             path: Local path or URL of the directory.
-            storage_options: Not taken for a single save.
+            storage_options: Not supported for a single save.
 
         Raises:
-            CheckpointError: The save, or an earlier one in the background, failed.
-            TypeError: ``storage_options`` is given.
+            CheckpointError: This save, or an earlier one in the background, failed.
+            TypeError: ``storage_options`` was passed.
         """
         checkpointer = self.checkpointer  # refuses when the other ranks do not know
         if self._ranks.world_size == 1:
@@ -175,16 +176,16 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         checkpointer.upload(local)
 
     def save_together(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
-        """Save ``checkpoint`` at ``path``; called on all ranks together.
+        """Save ``checkpoint`` at ``path``. Call it on all ranks together.
 
         Args:
             checkpoint: What the Trainer collected, its tensors whole or distributed.
             path: Local path or URL of the directory, the same on all ranks.
-            storage_options: Not taken for a single save.
+            storage_options: Not supported for a single save.
 
         Raises:
-            CheckpointError: The save, or an earlier one in the background, failed.
-            TypeError: ``storage_options`` is given.
+            CheckpointError: This save, or an earlier one in the background, failed.
+            TypeError: ``storage_options`` was passed.
         """
         self.refuse(storage_options)
         checkpointer = self.checkpointer
@@ -209,17 +210,17 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
     def load_checkpoint(
         self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint whole and verify every byte of it; one whose save is under way is waited for.
+        """Load a complete checkpoint, waiting for a pending save of it, and verify every byte.
 
-        Files of the other plugins, and directories of Lightning's own sharded strategies, are read too.
+        It also reads files of the other plugins and directories of Lightning's own sharded strategies.
 
         Args:
             path: Local path or URL.
-            map_location: Device of the tensors; the CPU, if not given.
+            map_location: Device of the tensors; by default the CPU.
             weights_only: As for ``torch.load``.
 
         Raises:
-            CheckpointError: It is missing, damaged, foreign or of a newer format.
+            CheckpointError: It is missing, damaged, not a checkpoint, or of a newer format.
         """
         try:
             opened = self.reader_of(path).load(path, weights_only=weights_only)
@@ -237,7 +238,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Load a checkpoint into distributed tensors: of their bytes, only those that this rank holds are read.
+        """Load a checkpoint into distributed tensors, reading only the bytes that this rank holds.
 
         Args:
             path: Local path or URL.
@@ -279,7 +280,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         return [self._ranks.rank] if same else range(opened.world_size)
 
     def teardown(self) -> None:
-        """Wait for the background, free its memory and raise a failure that was not raised yet."""
+        """Wait for pending saves, free their memory, and raise a failure that has not been raised yet."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 

@@ -1,4 +1,4 @@
-"""A callback that starts a fit from weights, and optimizer state, of another checkpoint, as far as they fit."""
+"""A callback that starts a fit from the weights and optimizer state of another checkpoint, as far as they fit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lightning_ckpt._report import announce
 
 
 class WarmStart(CallbackBase):
-    """Loads a checkpoint into the model at the start of a fit that resumes nothing, and says what was taken.
+    """Loads a checkpoint into the model at the start of a fit that resumes nothing, and reports what was taken.
 
-    For a model that was changed since, other names, other heads, weights of another program; for the same model, give
-    ``ckpt_path`` to ``trainer.fit``. A fit that resumes (``ckpt_path``, ``resume="auto"``) is left alone, so that an
-    interrupted fine-tuning continues from its own checkpoints.
+    Use it if the model has changed since: other names, other heads, weights of another program. For the same model,
+    pass ``ckpt_path`` to ``trainer.fit``. A fit that resumes (``ckpt_path``, ``resume="auto"``) is left alone, so that
+    an interrupted fine-tuning continues from its own checkpoints.
 
     Args:
         path: Path or URL, of any layout (:func:`ckpt_core.load_into`).
-        rename: From names there to names here: ``{"backbone.": "encoder."}``, or a function.
+        rename: Maps saved names to names in the model: ``{"backbone.": "encoder."}``, or a function.
         partial: Take what fits; False refuses other shapes.
-        strict: With ``partial=False``, refuse missing and unexpected names, too.
+        strict: With ``partial=False``, also refuse missing and unexpected names.
         optimizers: Whether to take optimizer state for the parameters that still fit.
-        part: Where the model is, if it is not where Lightning has it.
+        part: The key of the model, if it is not where Lightning puts it.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for a URL.
 
     Attributes:
-        report: What the last fit has taken, skipped and found new; None if it resumed.
+        report: What the last fit took, skipped and found new; None if it resumed.
 
     Example::
 

@@ -1,7 +1,7 @@
 """Checkpoints for ``transformers.Trainer``, through the same engine as Accelerate's ``save_state``.
 
-The Trainer never calls ``save_state``, and no event lets a callback save in its place. What is replaced, on the one
-Trainer that is given and nowhere else:
+The Trainer never calls ``save_state``, and no event lets a callback save in its place. So these methods are replaced,
+on the given Trainer only:
 
 ==========================  ============================================================================================
 ``train`` (public)          to find the newest checkpoint that verifies, and to wait for the background when training
@@ -21,10 +21,10 @@ Trainer that is given and nowhere else:
 ``_total_loss_scalar``
 ==========================  ============================================================================================
 
-Methods that subclasses override are replaced below the overrides, which are called as ever: the Trainer gets a class
+Methods that subclasses override are replaced below the overrides, which are called as usual: the Trainer gets a class
 that has :class:`_BelowOverrides` between its own and ``Trainer``.
 
-:func:`missing_internals` finds out if a release of transformers has moved one of them.
+:func:`missing_internals` detects whether a release of transformers has moved one of them.
 """
 
 from __future__ import annotations
@@ -98,21 +98,22 @@ def missing_internals() -> list[str]:
 class ResumableCallback(TrainerCallback):
     """Lets a ``Trainer`` save and resume durably, in the background, and bit for bit.
 
-    It is among the Trainer's ``callbacks``, or made with the Trainer, and adds itself.
+    Pass it in the Trainer's ``callbacks``, or create it with the Trainer, to which it then adds itself. Create it on
+    all ranks, before ``train`` is called.
 
-    ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep are used as
-    ever. ``True`` resumes from the newest checkpoint that verifies; ``"auto"``, and no argument with the option
-    ``resume="auto"``, do too, or start from the beginning where there is none. ``trainer.accelerator.resumed`` tells
-    which. Make it on all ranks, before ``train`` is called.
+    ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep work as
+    usual. ``True`` resumes from the newest checkpoint that verifies. So do ``"auto"`` and, with the option
+    ``resume="auto"``, no argument; if there is no checkpoint, these start from the beginning.
+    ``trainer.accelerator.resumed`` tells which.
 
     Args:
-        trainer: The Trainer: a single process, or DDP; None if it gets the callback in ``callbacks``.
+        trainer: The Trainer (a single process, or DDP); None if it gets the callback in ``callbacks``.
         strategy: ``"sync"``, ``"async"`` or ``"sharded"``: see :class:`~accelerate_ckpt.CheckpointConfig`.
         **options: The other options of :class:`~accelerate_ckpt.CheckpointConfig`.
 
     Raises:
-        OptionError: An option is unknown, or an argument of the Trainer asks for what is not supported.
-        CheckpointError: This release of transformers is built in another way.
+        OptionError: An option is unknown, or an argument of the Trainer is not supported.
+        CheckpointError: This release of transformers is not supported.
 
     Example::
 
@@ -243,7 +244,7 @@ class ResumableCallback(TrainerCallback):
         return result
 
     def _end_if_told(self) -> None:
-        """End the program if the run was told to after its last step, as in the evaluation that comes after that."""
+        """End the program if a request to end came after the last step, as in the evaluation that follows."""
         preemption = self._session.preemption
         if preemption is None or not preemption.is_training:
             return
@@ -526,7 +527,7 @@ def _below_overrides(kind: type) -> type:
 
 
 class _LoopState:
-    """What the Trainer keeps to itself, as an object that Accelerate saves and restores for each rank.
+    """The Trainer's private state, as an object that Accelerate saves and restores for each rank.
 
     Args:
         trainer: The Trainer.

@@ -188,4 +188,4 @@ def test_attach_says_what_it_leaves_alone(monkeypatch: pytest.MonkeyPatch, caplo
     accelerator = Accelerator()
     monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
     attach(accelerator, just_in_time=True)
-    assert "DEEPSPEED writes checkpoints of its own: accelerate_ckpt leaves them as they are" in caplog.text
+    assert "DEEPSPEED writes its own checkpoints: accelerate_ckpt leaves them alone" in caplog.text

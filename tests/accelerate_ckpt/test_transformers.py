@@ -480,7 +480,7 @@ def test_weights_that_a_subclass_writes_are_left_out(tmp_path: Path, caplog: pyt
     trainer.train()
     assert (tmp_path / "checkpoint-3/mine.txt").exists()
     assert (tmp_path / "checkpoint-3/model.safetensors").read_bytes() != b"mine"
-    assert "WritesWeights writes a model.safetensors of its own" in caplog.text
+    assert "WritesWeights writes its own model.safetensors" in caplog.text
     assert (tmp_path / "checkpoint-3/trainer_state.json").exists()
 
 

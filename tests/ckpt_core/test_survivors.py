@@ -134,7 +134,7 @@ def test_a_state_that_is_too_large_is_not_noted(tmp_path: Path, caplog: pytest.L
     mine.note(torch.zeros(1 << 21))
     assert mine.last == 0
     assert list(tmp_path.glob(".saved*")) == [], "to others it would look dead"
-    assert "no checkpoint is saved when a rank dies: a rank's own state has" in caplog.text
+    assert "just_in_time will save nothing if a rank dies: a rank's own state has" in caplog.text
 
 
 def test_buffers_go_back_to_where_they_were_after_the_last_step() -> None:

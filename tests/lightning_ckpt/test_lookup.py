@@ -349,7 +349,7 @@ def test_a_newest_that_knows_no_best(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert trainer.ckpt_path == str(tmp_path / "saved" / "step=6.ckpt")
     told = passed_over(caplog)
     assert len(told) == 1
-    assert "does not know the best loss" in told[0]
+    assert "does not record which one has the best loss" in told[0]
 
 
 def test_no_checkpoint_at_all_is_lightnings_error(tmp_path: Path) -> None:

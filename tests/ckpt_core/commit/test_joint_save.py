@@ -175,13 +175,15 @@ def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(series: Any) -> None:
         *[lambda s=s: save(s) for s in ranks[:2]],
         lambda: setattr(ranks[0], "find_dead", lambda: [2]),
     )
-    assert {error.message for error in results[:2]} == {"rank 2 died before the save of /a was whole"}
+    assert {error.message for error in results[:2]} == {"rank 2 died before the save of /a was complete"}
 
 
 def test_a_rank_that_died_before_a_save_fails_it_unless_it_does_not_take_part(series: Any) -> None:
     ranks = series(2)
     ranks[0].find_dead = lambda: [1]
-    with pytest.raises(RankFailedError, match="rank 1 did not begin the save of /a, and will not: no such process"):
+    with pytest.raises(
+        RankFailedError, match="rank 1 did not begin the save of /a, and cannot any more: the process has ended"
+    ):
         save(ranks[0])
     joint = ranks[0].open("/b", timeout=SECONDS, absent=lambda: [1])
     joint.join()
