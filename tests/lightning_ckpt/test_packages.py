@@ -190,7 +190,12 @@ def command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine
         (
             "plugins",
             "AsyncCheckpointIO",
-            ["on_error {raise,warn}", "ends training when a save failed", "max_pending MAX_PENDING", "How many saves"],
+            [
+                "on_error {raise,warn}",
+                "What to do when a background save fails",
+                "max_pending MAX_PENDING",
+                "How many saves",
+            ],
         ),
         ("plugins", "SyncCheckpointIO", ["storage_options STORAGE_OPTIONS", "Passed to fsspec", "event_log EVENT_LOG"]),
     ],

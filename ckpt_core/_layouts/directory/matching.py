@@ -132,8 +132,7 @@ def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalTensor]], *, part: str
     expanded = [key for key, _, local in fits if any(_repeats_elements(piece.tensor) for piece in local.pieces)]
     if expanded:
         raise StateMismatchError(
-            f"{len(expanded)} tensors of the state that is loaded into have several elements in one place of memory "
-            "(expand)",
+            f"{len(expanded)} tensors of the target have several elements in one place of memory (expand)",
             path=path,
             key=expanded[0],
             remedy="clone() them first, or load new tensors without into=",
