@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 EXIT_NOTICE = 75
 
 #: What is said, with the error, when the last save of a run that is to end has failed.
-NOT_SAVED = "no checkpoint could be saved before this run ends, and the next start resumes from the one before"
+NOT_SAVED = "no checkpoint could be saved before this run ends; the next start resumes from the previous one"
 
 _DEADLINE = "its deadline"
 _NOTICE = "a notice"
@@ -149,8 +149,8 @@ class Notices:
         except Exception:
             if not self._has_failed:  # a network that is away for a moment, or a mistake: nobody wants to read it often
                 logger.exception(
-                    "preempt: %r could not say whether this run is to end; it is asked again every %g s, and this is "
-                    "said once",
+                    "preempt: could not check %r for whether this run should end; checking again every %g s. This is "
+                    "logged only once",
                     notice,
                     self._preemption.look_every,
                 )
