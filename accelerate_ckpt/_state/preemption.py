@@ -92,7 +92,7 @@ class PreemptionWatch:
             with failures_of_trackers_logged():
                 session.tell_trackers()
             session.finish()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # the latter of a file that a hook of the script writes
             log.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
             if session.memory is not None:
                 session.memory.leave()

@@ -290,7 +290,7 @@ class ResumableCallback(TrainerCallback):
                 self._trainer.log(figures)
         self._end(self._ends_with)
 
-    def _end(self, status: int, failure: CheckpointError | None = None) -> NoReturn:
+    def _end(self, status: int, failure: Exception | None = None) -> NoReturn:
         if failure is not None:
             log.error("%s: %s", NOT_SAVED, failure)
         self._session.ended_as_told()
@@ -357,7 +357,7 @@ class ResumableCallback(TrainerCallback):
     def _save_checkpoint(self) -> None:
         try:
             self._save()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # the latter of a file that the Trainer itself writes
             if self._ends_with is None:
                 raise
             self._end(self._ends_with, error)

@@ -93,7 +93,7 @@ def test_a_run_whose_last_save_fails_ends_as_it_was_told(
     assert end.value.code == 128 + signal.SIGUSR2
     assert saved(small_filesystem / "run") == ["checkpoint-2"]
     (said,) = [record.getMessage() for record in caplog.records if NOT_SAVED in record.getMessage()]
-    assert "No space left on device" in said and "checkpoint-3" in said
+    assert "No space left on device" in said
 
 
 LOSS = """
