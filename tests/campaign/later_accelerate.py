@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
 from tests.campaign.accelerate_runs import Case, net
+from tests.campaign.data import Items
 
 
 def _scale(env: Any, factor: float) -> None:
@@ -139,6 +140,23 @@ def running_loss(env: Any, do: Any) -> None:
                 do.log(running / 8)
                 running = 0.0
         do.epoch_saves()
+
+
+def _with_a_shorter_loader(repeat: Callable[[Any], Iterator[Any]]) -> Callable[[Any, Any], None]:
+    def script(env: Any, do: Any) -> None:
+        other = env.accelerator.prepare(DataLoader(Items(24), batch_size=8, shuffle=True))
+        for _ in do.epochs():
+            for batch, (x, _y) in zip(do.batches(), repeat(other), strict=False):
+                do.step([batch[0] + x, batch[1]])
+                do.saves()
+            do.epoch_saves()
+
+    return script
+
+
+def _begun_again(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
 
 
 def restores_its_own(env: Any, do: Any) -> None:
@@ -481,6 +499,8 @@ LATE: dict[str, Case] = {
     "model's observer": Case(model=_made("_Observes"), last=lambda env: env.model.rounds()),
     "spectral norm": Case(model=lambda: _normed(torch.nn.utils.parametrizations.spectral_norm)),
     "weight norm": Case(model=lambda: _normed(torch.nn.utils.parametrizations.weight_norm)),
+    "a shorter loader, by cycle": Case(script=_with_a_shorter_loader(itertools.cycle)),
+    "a shorter loader, begun again": Case(script=_with_a_shorter_loader(_begun_again)),
     **{
         f"variables: {script.__name__.replace('_', ' ')}": Case(script=script)
         for script in (
