@@ -316,16 +316,18 @@ class DirectoryCheckpointer(CheckpointerBase):
                 self._plans,
             )
 
+        has_waited = False
         try:
             if not self._pipeline.in_foreground:
                 self._pipeline.queue.wait_for_turn(self._max_pending)
+            has_waited = True
             waited = time.perf_counter() - started
             with self._pipeline.attempt(target):
                 size = self._pipeline.save(share(), started=started, waited=waited)
         except Exception:
             raise
         except BaseException as error:  # Ctrl-C on this rank: the others are about to wait for its part
-            do_through(self._pipeline.leave_out, share(), error)
+            do_through(functools.partial(self._pipeline.leave_out, share(), error, waited=has_waited))
             raise
         self._pipeline.queue.raise_late(self._max_pending)
         return size

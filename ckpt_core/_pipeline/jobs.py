@@ -194,12 +194,20 @@ class JobQueue:
             if not self.can_end(saves[0]):
                 return  # in a signal handler, see wait
             saves[0].done.wait()
-        with self._lock:
-            last = self._begun + 1 - limit
-            due = [failure for number, failure in self._failed if number <= last]
-            self._failed = [(number, failure) for number, failure in self._failed if number > last]
+        due = self.take_due(self.last_due(limit))
         if due:
             raise due[0]
+
+    def last_due(self, limit: int) -> int:
+        """Return the number of the last save that has to be over when the next one begins, as above."""
+        return self._begun + 1 - limit
+
+    def take_due(self, last: int) -> list[CheckpointError]:
+        """Return the failures up to number ``last`` that were not taken yet, once."""
+        with self._lock:
+            due = [failure for number, failure in self._failed if number <= last]
+            self._failed = [(number, failure) for number, failure in self._failed if number > last]
+        return due
 
     def raise_late(self, limit: int) -> None:
         """Raise what :meth:`wait_for_turn` would have if no other process had raised it already.

@@ -205,8 +205,12 @@ class Pipeline:
             if isinstance(error, Exception):
                 raise failure from error
 
-    def leave_out(self, save: Save, error: BaseException) -> None:
-        """Let the other ranks know that Ctrl-C has come before this one's part was queued; doing it twice is once."""
+    def leave_out(self, save: Save, error: BaseException, *, waited: bool) -> None:
+        """Let the other ranks know that Ctrl-C has come before this one's part was queued; doing it twice is once.
+
+        Unless it has ``waited`` for its turn, it is not known whether an earlier failure is due, which is raised in the
+        place of this save on all ranks.
+        """
         if save.is_known or not save.is_shared:
             return
         snapshot = Snapshot(save.path)
@@ -214,7 +218,13 @@ class Pipeline:
         if self.in_foreground:
             self._fail_together(save, snapshot, error)
             return
-        action = functools.partial(self._write_in_background, save, snapshot, save.close)
+        last = self.queue.last_due(self._max_pending)
+
+        def action() -> int:
+            if not waited and self.queue.take_due(last):  # those before are over now
+                raise ImageAbandonedError("an earlier save has failed, which the other ranks raise")
+            return self._write_in_background(save, snapshot, save.close)
+
         if not self._submit(save.path, action, lambda: snapshot.sealed_at, save=save):
             self.queue.run_queued()
 

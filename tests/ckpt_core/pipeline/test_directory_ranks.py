@@ -241,11 +241,12 @@ def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, fo
 CTRL_C = (
     PREAMBLE
     + """
-strategy, world = sys.argv[1], 2
+strategy, fails, world = sys.argv[1], sys.argv[2] == "fails", 2
 
 def work(rank, group):
     may_write, begun, over = threading.Event(), threading.Event(), threading.Event()
-    slow = Fault(lambda it: it.name == "write_at" and "run/a" in it.path, number=None, until=may_write)
+    error = OSError(5, "first") if fails else None
+    slow = Fault(lambda it: it.name == "write_at" and "/run/.a." in it.path, number=None, until=may_write, error=error)
     checkpointer = DirectoryCheckpointer(
         ranks=group, strategy=strategy, commit_timeout=1000.0,
         storage=FaultyStorage(LocalStorage(), [slow] if rank == 1 else []),
@@ -284,23 +285,28 @@ def work(rank, group):
     return [second, third]
 
 rows = Ranks(world, work).results()
-check("run/a", 1, world)
+if not fails:
+    check("run/a", 1, world)
 check("run/c", 3, world)
 print(json.dumps([rows, listing("run")]))
 """
 )
 
 
-@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize(("strategy", "first"), [("sync", "succeeds"), ("async", "succeeds"), ("async", "fails")])
 def test_ctrl_c_on_a_rank_before_its_part_is_queued_is_told_to_the_others(
-    strategy: str, fork_script: ScriptRunner
+    strategy: str, first: str, fork_script: ScriptRunner
 ) -> None:
-    ((second, third), (interrupted, third_there)), names = json.loads(fork_script(CTRL_C, strategy).stdout)
+    ((second, third), (interrupted, third_there)), names = json.loads(fork_script(CTRL_C, strategy, first).stdout)
     assert interrupted == "interrupted"
-    assert second["raised"] == "CheckpointError"
-    assert "rank 1: the save failed: KeyboardInterrupt" in second["message"]
+    if first == "fails":  # which is raised in the place of the second
+        assert second["raised"] == "StorageError"
+        assert "rank 1: cannot write the checkpoint: first" in second["message"]
+    else:
+        assert second["raised"] == "CheckpointError"
+        assert "rank 1: the save failed: KeyboardInterrupt" in second["message"]
     assert third["raised"] is third_there["raised"] is None
-    assert names == ["a", "c"]
+    assert names == (["c"] if first == "fails" else ["a", "c"])
 
 
 MISTAKES = (
@@ -401,7 +407,7 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
         "paths": ("RankFailedError", ["run/0", "run/1", "the same path to save() on all ranks"]),
         "unserializable": ("SerializationError", ["custom.x"]),
         "hook": ("CheckpointError", ["rank 1: the save failed: RuntimeError: a bug in a hook"]),
-        "metadata": ("CheckpointError", ["rank 1: the save failed: RuntimeError: a bug in a copy"]),
+        "metadata": ("SerializationError", ["Uncopied cannot be saved", "metadata"]),
         "files": ("SerializationError", ["config.json", "on one rank only"]),
         "steps": ("RankFailedError", ["rank 0 saves step 0, but rank 1 step 1"]),
         "parts": ("SerializationError", ["rank 1 saves other parts than rank 0: they differ in "]),
