@@ -291,7 +291,9 @@ class LoaderPositions:
                 if other.outlasted_by[position] == 2 and position.has_trained and other.has_trained:
                     other.repeats = True
                     if other.was_cut and not self._are_repeats_told:
-                        self._say_once(f"this resume cannot be promised to be exact: {_REPEATED}")
+                        self._are_repeats_told = True
+                        self._causes.append(_REPEATED)
+                        self._say_causes()
 
     def ends(self, position: LoaderPosition) -> None:
         """Note that the script has gone through a whole loader."""
