@@ -27,6 +27,7 @@ from ckpt_core import (
     StorageError,
     verify,
 )
+from ckpt_core._pipeline import host_copy
 from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core.events import (
     CheckpointLoaded,
@@ -310,12 +311,12 @@ def test_an_interrupted_snapshot_gives_its_buffer_back_only_when_nothing_writes_
 ) -> None:
     begun = threading.Event()
     finished: list[bool] = []
-    copy = torch._foreach_copy_
+    copy = host_copy._move_small
 
-    def slow(*args: Any, **options: Any) -> None:
+    def slow(*args: int) -> None:
         begun.set()
         time.sleep(0.3)
-        copy(*args, **options)
+        copy(*args)
         finished.append(True)
 
     def interrupt() -> None:
@@ -326,8 +327,8 @@ def test_an_interrupted_snapshot_gives_its_buffer_back_only_when_nothing_writes_
     try:
         with Checkpointer() as checkpointer:
             with monkeypatch.context() as patch:
-                patch.setattr(torch, "_foreach_copy_", slow)
-                state = {"v": torch.ones(50), "w": torch.ones(50), "meddler": Meddler(interrupt)}
+                patch.setattr(host_copy, "_move_small", slow)
+                state = {"w": torch.ones(50), "meddler": Meddler(interrupt)}
                 with pytest.raises(KeyboardInterrupt):
                     checkpointer.save(state, tmp_path / "a.ckpt")
                 assert finished == [True]
