@@ -15,114 +15,52 @@ them. The source is only read by a resume that has lost something.
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
-import contextvars
-import ctypes
-import datetime
-import decimal
 import dis
-import enum
-import fractions
 import functools
-import gc
 import inspect
-import io
-import itertools
-import json
 import logging
-import operator
 import os
-import pathlib
-import queue
-import re
 import sys
 import threading
 import types
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
-from torch.nn.parameter import UninitializedParameter
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
 
-from ckpt_core.state.changed_values import fingerprint
 from ckpt_core.state.code_origin import is_library, is_users_file
-from ckpt_core.state.object_walk import OF_EVERY_MODULE, is_generator, is_plain, set_by_libraries, slots_of
-from ckpt_core.state.rng import capture_generator
-from ckpt_core.state.samplers import RecordingSampler
-from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_live, mark
+from ckpt_core.state.object_walk import OF_EVERY_MODULE, set_by_libraries
+from ckpt_core.state.value_marks import (
+    CACHE,
+    CODE,
+    MOST_VALUES,
+    NO_STATE,
+    NUMBERS,
+    OF_CODE,
+    PLACE,
+    STAYS,
+    VALUE,
+    WEIGHTS,
+    Known,
+    Look,
+    children_of,
+    is_other,
+    mark_of,
+    may_change,
+    own_attributes,
+    some,
+    tensors_in,
+    variables_of,
+)
+from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_live
 
 logger = logging.getLogger(__name__)
-
-_NUMBERS = (bool, int, float, type(None))
-_MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
-_POSITIONS = tuple({type(iter(one)) for one in _MADE_OF})
-_ITERATORS = (enumerate, zip, map, itertools.accumulate, itertools.cycle, itertools.islice, itertools.chain)
-
-
-def _in_file(file: io.BytesIO | io.StringIO) -> Any:
-    return None if file.closed else [file.tell(), fingerprint(file.getvalue()[:_FILE])]
-
-
-# objects of libraries that keep a value, and what they keep
-_KEEPS: dict[type, Callable[[Any], Any]] = {
-    array.array: lambda one: [len(one), memoryview(one)[:_BYTES].tobytes()],
-    bytearray: lambda one: [len(one), bytes(one[:_BYTES])],
-    collections.ChainMap: lambda one: dict(enumerate(one.maps)),
-    collections.UserDict: operator.attrgetter("data"),
-    collections.UserList: operator.attrgetter("data"),
-    **dict.fromkeys((io.BytesIO, io.StringIO), _in_file),
-    np.random.SeedSequence: lambda one: repr(one.state),
-    threading.local: lambda one: dict(vars(one)),
-    torch.quasirandom.SobolEngine: operator.attrgetter("num_generated"),
-    types.MappingProxyType: dict,
-    **dict.fromkeys((datetime.date, datetime.datetime, datetime.timedelta, decimal.Decimal, fractions.Fraction), repr),
-    **dict.fromkeys((range, re.Pattern, slice, type(pathlib.Path())), repr),
-    **dict.fromkeys((queue.Queue, queue.LifoQueue, queue.PriorityQueue), lambda one: list(one.queue)),
-}
-_SHARED = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)
-_BYTES = 1 << 12
-_FILE = 1 << 16
-_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-# what may change, of classes that are entered otherwise by nobody
-_CHANGEABLE = (
-    itertools.count,
-    types.GeneratorType,
-    contextvars.ContextVar,
-    torch.Tensor,
-    np.ndarray,
-    torch.nn.Module,
-    torch.optim.Optimizer,
-    LRScheduler,
-    torch.amp.GradScaler,
-    functools._lru_cache_wrapper,
-    *_WEAK,
-    *_ITERATORS,
-    *_POSITIONS,
-    *_KEEPS,
-    *_SHARED,
-)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STORE_GLOBAL, _STORE_ATTR = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_ATTR"]
-_NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
-_VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 64, 1 << 20
-_LONGEST = 80  # characters of a key
-_DEF = "'def "  # what the mark of a function or class begins with
-_LARGE_CACHE = 4096  # results; of a bounded one, all are asked for
+_NAMED, _MODULES, _SOURCE = 5, 64, 1 << 20
 _MOST_GLOBAL = 256  # values in globals and classes: a look at more would take longer than a save
-
-# What is known of a thing: it is a copy of the weights; it stays until training changes it; it is a place in something
-# that may begin again; it is a value, of which the source must tell.
-_WEIGHTS, _STAYS, _PLACE, _VALUE = "weights", "stays", "place", "value"
-_CACHE = "cache"  # of a function, which is lost if it is computed again and comes to something else
-_CODE = "code"  # a function or class, which may be replaced by another one
 
 
 class Watched(NamedTuple):
@@ -220,7 +158,7 @@ class Variables:
         self._lost: list[str] | None = None
         self._only_logged: list[str] = []
         self._trained = False
-        self._known: _Known | None = None
+        self._known: Known | None = None
 
     def handed_out(self, *, begins: bool) -> None:
         """Note that the script is given a batch, the first of an epoch or another one."""
@@ -253,12 +191,12 @@ class Variables:
 
     @property
     def _caches(self) -> dict[str, str]:
-        return {key: noted[0] for key, noted in self._saved.get("values", {}).items() if noted[2] == _CACHE}
+        return {key: noted[0] for key, noted in self._saved.get("values", {}).items() if noted[2] == CACHE}
 
     def _compare_caches(self, found: Mapping[str, _Held]) -> None:
         """Say which functions have come to something else than what they had cached for the same arguments."""
         caches = self._caches if self._trained else {}
-        lost = {key: found[key] for key in caches if key in found and _is_other(caches[key], found[key].mark)}
+        lost = {key: found[key] for key in caches if key in found and is_other(caches[key], found[key].mark)}
         source = _source_of([*lost.values()], self._watched()) if lost else None
         names = [key for key, held in lost.items() if source is not None and _is_filled_once(held, source)]
         if names:
@@ -280,14 +218,14 @@ class Variables:
         self._compare_caches(found)
         for key, now in found.items():
             first = self._first.get(key)
-            if now.kind == _CODE and not (first or "").startswith(_DEF):
+            if now.kind == CODE and not (first or "").startswith(OF_CODE):
                 continue  # made when it was needed
             if first is not None and first != now.mark and now.is_live:
                 touched = self._of_pass.get(key) != now.mark
                 in_place = isinstance(now.value, CONTAINERS) and self._ids.get(key) == id(now.value)
                 noted[key] = [now.mark, first, now.kind, touched, in_place]
             elif first is None and now.is_live and (owner := self._began_without(key, found)):
-                noted.setdefault(owner, ["", self._first[owner], _VALUE, True, True, []])
+                noted.setdefault(owner, ["", self._first[owner], VALUE, True, True, []])
                 noted[owner][5].append(key[len(owner.partition("` of ")[0]) + 1 : key.index("` of ")])
         anew = [key for key in noted if key in self._anew]
         counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
@@ -330,7 +268,7 @@ class Variables:
             for key, noted in self._saved["values"].items()
             if key in found and self._is_as_new(found[key], noted, key)
         ]
-        has_values = any(held.kind in (_VALUE, _CODE) for _, held, _ in lost)
+        has_values = any(held.kind in (VALUE, CODE) for _, held, _ in lost)
         source = _source_of([held for _, held, _ in lost], self._watched()) if has_values else None
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
         # a variable of a function is a part of those that are defined in it, too
@@ -349,39 +287,39 @@ class Variables:
         saved, first = noted[:2]
         if now.mark == saved:
             return False
-        if now.kind == _WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
+        if now.kind == WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
             return True
         # what a run without a loader begins with is looked at after its first steps, which may have drawn other values
         lengths = [_length_of(one) for one in (now.mark, first, saved)]
-        is_as_long = now.kind == _VALUE and None not in lengths and lengths[0] == lengths[1] != lengths[2]
+        is_as_long = now.kind == VALUE and None not in lengths and lengths[0] == lengths[1] != lengths[2]
         return bool(now.mark == first) or is_as_long
 
     def _is_a_copy(self, now: _Held) -> bool:
         """Whether an average, or what was once the best, has been made of the weights that were loaded."""
         watched = self._watched()
         models = watched.models if watched is not None else ()
-        mine = {_mark_of([p]) for model in models for p in (*model.parameters(), *model.buffers())}
-        return all(_mark_of([tensor]) in mine for tensor in _some(_tensors_in(now.value)))
+        mine = {mark_of([p]) for model in models for p in (*model.parameters(), *model.buffers())}
+        return all(mark_of([tensor]) in mine for tensor in some(tensors_in(now.value)))
 
     def _is_missed(self, key: str, now: _Held, noted: Sequence[Any], source: Source | None) -> bool:
         first, kind, touched, in_place, *parts = noted[1:]
         if parts and source is not None:  # there was nothing, and of what it has now some is made anew by each step
-            names = [source.names_of(f"{now.path}.{part}", now.code)[-1] for part in parts[0][:_VALUES]]
+            names = [source.names_of(f"{now.path}.{part}", now.code)[-1] for part in parts[0][:MOST_VALUES]]
             if all(name.endswith("]") and not source.keeps(name, 0.0) for name in names) and not self._saved["ends"]:
                 return False
-        if kind == _CACHE:
+        if kind == CACHE:
             return False  # it may come to the same again
-        if kind in (_WEIGHTS, _STAYS):
+        if kind in (WEIGHTS, STAYS):
             return True
         names = [] if source is None else source.names_of(now.path, now.code)
-        if kind in (_VALUE, _CODE) and source is not None:
+        if kind in (VALUE, CODE) and source is not None:
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
                 return False
         # an epoch, or what comes next, may begin with it anew
         if self._saved["between"] and self._saved["passes"]:
             return key not in self._saved["anew"]
-        may_begin_anew = kind == _PLACE or any(source.begins_anew(name, first) for name in names if source)
+        may_begin_anew = kind == PLACE or any(source.begins_anew(name, first) for name in names if source)
         return not may_begin_anew or (touched and not self._saved["between"])
 
     # ---- what there is -----------------------------------------------------------------------------------------------
@@ -392,14 +330,14 @@ class Variables:
             return {}
         models = watched.models
         if self._known is None or anew or self._known.models != list(map(id, models)):
-            self._known = _Known.of(models)
-        look = _Look(self._known, [*watched.held, *watched.owners, *watched.data])
+            self._known = Known.of(models)
+        look = Look(self._known, [*watched.held, *watched.owners, *watched.data])
         found: dict[str, _Held] = {}
         for source in watched.data:
             place = getattr(source, "__name__", type(source).__name__)
-            for name, value in _children_of(source):
+            for name, value in children_of(source):
                 for path, what, one, of, told_by in look.into(name, value):
-                    if CELL in path or (what == _CODE and path == name):
+                    if CELL in path or (what == CODE and path == name):
                         found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, path, None, one, of)
         # what is in several is looked at where it is for the longest time
         objects = [
@@ -411,7 +349,7 @@ class Variables:
             alike[type(thing)] += 1
             number = f" ({alike[type(thing)]})" if alike[type(thing)] > 1 else ""  # two callbacks of one class
             for owner, name, value in ((owner, *one) for owner, variables in parts for one in variables):
-                if not _NO_STATE.search(name):
+                if not NO_STATE.search(name):
                     for path, what, one, of, mark in look.into(name, value):
                         held = _Held(mark, what, f"self.{path}", None, one, of or owner)
                         found[f"`{_shown(path)}` of {owner.__name__}{number}"] = held
@@ -419,7 +357,7 @@ class Variables:
         everywhere, innermost = [*elsewhere, *frames], frames[-1] if frames else None
         for place, frame, variables in [
             *_globals(frames, watched),
-            *((*_place_of(one), _variables_of(one)) for one in everywhere),
+            *((*_place_of(one), variables_of(one)) for one in everywhere),
         ]:
             for name, value in variables:
                 if frame is None and len(found) > _MOST_GLOBAL:
@@ -427,7 +365,7 @@ class Variables:
                 # what another function is given, and is not used here again, is looked at there
                 is_other = frame in elsewhere
                 is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
-                is_none = bool(_NO_STATE.search(name)) and not isinstance(value, dict)
+                is_none = bool(NO_STATE.search(name)) and not isinstance(value, dict)
                 if not (name.startswith("__") or is_given or is_none):
                     for path, what, one, of, mark in look.into(name, value):
                         found[f"`{_shown(path)}` of {place}"] = _Held(mark, what, path, frame, one, of, is_other)
@@ -442,7 +380,7 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     """
     if not values:
         return []
-    held = [_Held("", _VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
+    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
     source = _source_of(held)
     names = [source.names_of(one.path, None)[-1] for one in held]
     return [
@@ -453,8 +391,8 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
 
 def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
     """Whether what is lost goes into more than what people are told."""
-    is_metric = held.kind == _PLACE and isinstance(held.value, dict) and "" in held.value
-    if source is None or not (is_metric or held.kind == noted[2] == _VALUE):
+    is_metric = held.kind == PLACE and isinstance(held.value, dict) and "" in held.value
+    if source is None or not (is_metric or held.kind == noted[2] == VALUE):
         return True
     # where there is nothing yet, it was a whole number that training had come to
     value = 0 if held.value is None and noted[0].lstrip("-").isdigit() else held.value
@@ -481,104 +419,6 @@ def only_logged_in_words(names: Sequence[str]) -> str:
     return f"logged values of this epoch count only what follows the resume: {in_words(names)}"
 
 
-class _Known(NamedTuple):
-    """The models, by what tells what is a part or a copy of them."""
-
-    models: list[int]
-    shapes: set[torch.Size]
-    parameters: set[int]
-    modules: set[int]
-
-    @classmethod
-    def of(cls, models: Sequence[torch.nn.Module]) -> _Known:
-        modules = [module for model in models for module in model.modules()]
-        every = [one for module in modules for one in module._parameters.values() if one is not None]
-        shapes = {one.shape for one in every if not isinstance(one, UninitializedParameter)}
-        return cls(list(map(id, models)), shapes, set(map(id, every)), set(map(id, modules)))
-
-
-class _Look:
-    """One look at everything, which sees each object once."""
-
-    def __init__(self, known: _Known, held: Sequence[object]) -> None:
-        self._shapes, self._parameters = known.shapes, known.parameters
-        self._seen = {id(one) for one in held} | known.modules
-
-    def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None, str]]:
-        found: list[tuple[str, str, Any, type | None, str]] = []
-        with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
-            for path, what, one, owner in itertools.islice(self._walk(name, value, None, _DEPTH), _VALUES):
-                found.append((path, what, one, owner, _mark(what, one)))
-        return found
-
-    def _walk(self, path: str, value: Any, owner: Any, depth: int) -> Iterator[tuple[str, str, Any, Any]]:
-        if type(value) in _NUMBERS or type(value) is str:
-            yield path, _VALUE, value, owner
-            return
-        if isinstance(value, dict) and _NO_STATE.search(path.rpartition(".")[2]):
-            yield path, _CACHE, _marks_of(_newest(value)), owner
-            return
-        value = dict(enumerate(value.values())) if isinstance(value, _WEAK) else _kept_in(value)
-        tensors = _tensors_in(value)
-        if len(tensors) >= len(self._shapes) > 0 and self._shapes <= {one.shape for one in tensors}:
-            yield path, _WEIGHTS, value, owner
-            return
-        is_small = isinstance(value, dict) and 0 < len(value) <= _VALUES and not tensors
-        is_small |= hasattr(value, "_fields")
-        if not is_small and not isinstance(value, type) and is_plain(value):
-            yield path, _VALUE, value, owner
-            return
-        if isinstance(value, (type, types.FunctionType)):
-            yield path, _CODE, _code_in_words(value), owner
-        if id(value) in self._seen or depth == 0 or isinstance(value, (type, types.ModuleType)):
-            return
-        self._seen.add(id(value))
-        if is_generator(value):
-            yield path, _STAYS, repr(capture_generator(value)), owner
-        elif isinstance(value, (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)):
-            yield path, _STAYS, _state_of(value), owner
-        elif isinstance(value, torch.nn.Parameter):
-            if id(value) not in self._parameters:
-                yield path, _STAYS, value.detach(), owner
-        elif isinstance(value, contextvars.ContextVar):
-            kept = value.get(None)
-            yield path, _STAYS, kept if is_plain(kept) else None, owner
-        elif isinstance(value, torch.nn.Module):
-            yield from self._of_module(path, value, owner)
-        elif isinstance(value, enum.Enum):
-            yield path, _VALUE, value.name, owner
-        elif isinstance(value, functools._lru_cache_wrapper):
-            yield path, _CACHE, _cached_by(value), owner
-        elif (place := _position_in(value)) is not None:
-            yield path, _PLACE, place, owner
-        else:
-            properties = _cached_properties(type(value))  # type: ignore[arg-type]  # a class has a hash
-            for name in properties:
-                kept = vars(value).get(name)
-                yield (
-                    f"{path}.{name}",
-                    _CACHE,
-                    {"": mark(kept)} if kept is not None and is_plain(kept) else {},
-                    type(value),
-                )
-            for name, child in _children_of(value):
-                if name in properties:
-                    continue
-                is_owner = not isinstance(value, CONTAINERS)
-                yield from self._walk(f"{path}.{name}", child, type(value) if is_owner else owner, depth - 1)
-
-    def _of_module(self, path: str, value: torch.nn.Module, owner: Any) -> Iterator[tuple[str, str, Any, Any]]:
-        parameters = list(value.parameters())
-        if any(id(one) in self._parameters for one in parameters):
-            return  # it is a part of what is saved, or holds it
-        if isinstance(state := getattr(value, "metric_state", None), dict):
-            yield path, _PLACE, {**state, "": getattr(value, "_update_count", None)}, owner
-        elif parameters and self._shapes <= {one.shape for one in parameters}:
-            yield path, _WEIGHTS, parameters, owner
-        elif parameters:
-            yield path, _STAYS, _mark_of(_some(parameters)), owner
-
-
 def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
     """Yield the attributes of modules whose classes are the user's and say nothing of a state, and all hooks.
 
@@ -602,200 +442,23 @@ def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, An
 def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
     kind: Any = type(owner)
     librarys = set_by_libraries(kind) | (OF_EVERY_MODULE if isinstance(owner, torch.nn.Module) else frozenset())
-    return kind, [(name, value) for name, value in _own_attributes(owner) if name not in librarys]
-
-
-def _kept_in(value: Any) -> Any:
-    """Return the plain value that an object of a library keeps, another object as it is."""
-    if isinstance(value, _SHARED):
-        # past its lock, which a process that is gone may hold
-        inner: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
-        return list(inner[:_VALUES]) if isinstance(inner, ctypes.Array) else inner.value
-    keeps = _KEEPS.get(type(value))
-    return value if keeps is None else keeps(value)
-
-
-def _code_in_words(value: Any) -> str:
-    line = value.__code__.co_firstlineno if isinstance(value, types.FunctionType) else 0
-    return f"def {value.__module__}.{value.__qualname__}:{line}"
-
-
-def _own_attributes(value: Any) -> list[tuple[str, Any]]:
-    kind: Any = type(value)
-    slots = [name for name in slots_of(kind) if hasattr(value, name)]
-    return [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name)) for name in slots)]
+    return kind, [(name, value) for name, value in own_attributes(owner) if name not in librarys]
 
 
 def _shown(path: str) -> str:
     return path.replace(CELL, "")
 
 
-def _children_of(value: Any) -> list[tuple[str, Any]]:
-    if hasattr(value, "_fields"):
-        return list(value._asdict().items())
-    if isinstance(value, CONTAINERS):
-        if len(value) > _VALUES:
-            return []
-        return [(str(k)[:_LONGEST], one) for k, one in (value.items() if isinstance(value, dict) else enumerate(value))]
-    if isinstance(value, functools.partial):
-        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if isinstance(value, types.MethodType):
-        return [("self", value.__self__)]
-    if isinstance(value, types.FunctionType):
-        if not is_users_file(value.__code__.co_filename):
-            return []
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        found = [(f"{CELL}{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
-        return [*found, *vars(value).items()]
-    if isinstance(value, DataLoader):
-        return [(name, getattr(value, name, None)) for name in ("dataset", "sampler", "batch_sampler")]
-    if is_library(type(value)) and not isinstance(value, (types.SimpleNamespace, Dataset)):
-        return []
-    librarys = _private_names_of_libraries(type(value))  # type: ignore[arg-type]
-    found = [(name, one) for name, one in _own_attributes(value) if name not in librarys]
-    if isinstance(value, Dataset):  # its data is no state, and much
-        return [(name, one) for name, one in found if not isinstance(one, (*CONTAINERS, torch.Tensor))]
-    return found
-
-
-@functools.cache
-def _cached_properties(kind: type) -> frozenset[str]:
-    mro = kind.__mro__ if not is_library(kind) else ()
-    return frozenset(n for of in mro for n, one in vars(of).items() if isinstance(one, functools.cached_property))
-
-
-@functools.lru_cache(maxsize=256)
-def _private_names_of_libraries(kind: type) -> frozenset[str]:
-    """Return names with an underscore that classes of libraries under a class of the user's use, and those do not."""
-    names: dict[bool, set[str]] = {True: set(), False: set()}
-    for base in kind.__mro__:
-        codes = (getattr(one, "__code__", None) for one in vars(base).values())
-        names[is_library(base)].update(name for code in codes if code is not None for name in code.co_names)
-    return frozenset(name for name in names[True] - names[False] if name.startswith("_"))
-
-
-def _is_filled(cell: Any) -> bool:
-    with contextlib.suppress(ValueError):
-        return cell.cell_contents is not None
-    return False
-
-
-def _position_in(value: Any) -> Any:
-    """Return how far an iterator is, without moving it; None if it is no iterator, or nobody knows."""
-    if isinstance(value, _POSITIONS):
-        return operator.length_hint(value)
-    if isinstance(value, itertools.count):
-        return repr(value)
-    if type(value).__module__.startswith(("torch.utils.data", "torchdata")) and hasattr(value, "_num_yielded"):
-        is_followed = isinstance(getattr(value, "_index_sampler", None), RecordingSampler)
-        return None if is_followed else value._num_yielded
-    if isinstance(value, _ITERATORS):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parts: Any = value.__reduce__()[1:]
-        return [_position_in(one) if not is_plain(one) else one for part in parts if part for one in _flat(part)]
-    if isinstance(value, types.GeneratorType) and value.gi_frame is not None and not value.gi_running:
-        frame = value.gi_frame
-        if is_users_file(frame.f_code.co_filename):
-            return {n: v for n, v in _variables_of(frame) if type(v) in _NUMBERS and is_live(n, frame)}
-    return None
-
-
-def _flat(part: Any) -> tuple[Any, ...]:
-    return part if isinstance(part, tuple) else (part,)
-
-
-# ---- marks -----------------------------------------------------------------------------------------------------------
-
-
-def _cached_by(function: Any) -> dict[str, str]:
-    """Return what ``functools.cache`` has kept, if nothing of it was computed twice: marks of arguments and results."""
-    code, info = getattr(inspect.unwrap(function), "__code__", None), function.cache_info()
-    is_large = info.maxsize is not None and info.currsize > _LARGE_CACHE
-    if code is None or not is_users_file(code.co_filename) or info.misses != info.currsize > 0 or is_large:
-        return {}
-    parts = gc.get_referents(function)  # the cache itself is in C
-    cache = next(one for one in parts if isinstance(one, dict) and one is not vars(function))
-    results = {id(one): after for one, after in itertools.pairwise(parts)}  # a bounded one has them beside each other
-    return _marks_of((key, kept if info.maxsize is None else results.get(id(key))) for key, kept in _newest(cache))
-
-
-def _newest(cache: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    return itertools.islice(reversed(cache.items()), _VALUES)
-
-
-def _marks_of(cached: Iterator[tuple[Any, Any]]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, result in cached:
-        if is_plain(result):
-            arguments = key if isinstance(key, (tuple, list)) else [key]
-            called = repr([mark(one) if is_plain(one) else type(one).__name__ for one in arguments])
-            found[called] = mark(result) if called not in found else ""  # of objects that cannot be told apart
-    return found
-
-
 def _is_filled_once(held: _Held, source: Source) -> bool:
     """Whether a cache has for one key the same until the end."""
     name = source.names_of(held.path, held.code)[-1]
-    return source.fills_once(name) if _NO_STATE.search(held.path) else not source.clears(name)
-
-
-def _is_other(saved: str, now: str) -> bool:
-    """Whether two marks of caches have another result for the same arguments."""
-    before, after = json.loads(saved or "{}"), json.loads(now or "{}")
-    return any(before[key] != after[key] for key in before.keys() & after if before[key] and after[key])
-
-
-def _mark(kind: str, value: Any) -> str:
-    if kind == _CACHE:
-        return json.dumps(value)
-    return _mark_of(_some(_tensors_in(value))) if kind == _WEIGHTS else mark(value)
-
-
-def _mark_of(tensors: Sequence[torch.Tensor]) -> str:
-    return fingerprint([one.detach().flatten()[:: max(1, one.numel() // _VALUES)] for one in tensors])
-
-
-def _some(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return tensors[:: max(1, len(tensors) // _OF_WEIGHTS)]  # all of them change
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    if not isinstance(next(iter(items), None), torch.Tensor):
-        return []
-    return [one for one in items if isinstance(one, torch.Tensor) and type(one) is not UninitializedParameter]
-
-
-def _state_of(value: Any) -> list[Any]:
-    """Return some of the state of an optimizer, or all of a schedule."""
-    if isinstance(value, (LRScheduler, torch.amp.GradScaler)):
-        return [{name: one for name, one in vars(value).items() if is_plain(one)}]
-    rates = [{name: one for name, one in group.items() if name != "params"} for group in value.param_groups]
-    states = list(value.state.values())
-    tensors = [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
-    return [rates, len(states), _mark_of(_some(tensors))]
-
-
-# ---- where things are ------------------------------------------------------------------------------------------------
+    return source.fills_once(name) if NO_STATE.search(held.path) else not source.clears(name)
 
 
 def _place_of(frame: types.FrameType) -> tuple[str, types.FrameType]:
     code = frame.f_code
     place = os.path.basename(code.co_filename)
     return (place if code.co_name == "<module>" else f"{code.co_name}() in {place}"), frame
-
-
-def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
-    # Until Python 3.12, a function has one dictionary for locals() and for whoever else reads it.
-    is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
-    if is_shared and "locals" in frame.f_code.co_names:
-        return []  # what the script got would change
-    variables = frame.f_locals
-    found = list(variables.items())[:_VARIABLES]
-    if is_shared:
-        variables.clear()  # or it would keep what the script deletes
-    return found
 
 
 def _frames(innermost: types.FrameType) -> list[types.FrameType]:
@@ -822,7 +485,7 @@ def _globals(frames: Sequence[types.FrameType], watched: Watched) -> Iterator[tu
         with contextlib.suppress(Exception):  # of objects, whatever they raise when asked for their class
             file, variables = os.path.basename(str(module.__file__)), dict(vars(module))
             if id(vars(module)) not in running:
-                yield file, None, [(n, v) for n, v in variables.items() if n in names or _may_change(v)]
+                yield file, None, [(n, v) for n, v in variables.items() if n in names or may_change(v)]
             for kind in variables.values():
                 if isinstance(kind, type) and kind.__module__ == module.__name__:
                     yield f"{kind.__name__} in {file}", None, [(n, v) for n, v in vars(kind).items() if _of_class(v)]
@@ -830,16 +493,8 @@ def _globals(frames: Sequence[types.FrameType], watched: Watched) -> Iterator[tu
                 yield f"{function.__name__}() in {file}", None, _kept_by(function)
 
 
-def _may_change(value: Any) -> bool:
-    if isinstance(value, (dict, list, set, collections.deque)):
-        return len(value) <= _VALUES
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
-        return False
-    return is_generator(value) or isinstance(value, _CHANGEABLE) or not is_library(type(value))
-
-
 def _of_class(value: Any) -> bool:
-    return type(value) in (*_NUMBERS, str) or _may_change(value)
+    return type(value) in (*NUMBERS, str) or may_change(value)
 
 
 def _kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
@@ -847,7 +502,7 @@ def _kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
     found = [*zip(names[len(names) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
-    return [*vars(function).items(), *((name, value) for name, value in found if _may_change(value))]
+    return [*vars(function).items(), *((name, value) for name, value in found if may_change(value))]
 
 
 def _user_modules(frames: Sequence[types.FrameType], watched: Watched | None) -> list[_UserModule]:
@@ -881,7 +536,7 @@ def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
                 every += functions
                 ahead.extend(_used_by(module))
     # a module's globals are set from others, too, as its attributes
-    values = {n for one in found.values() for n, v in vars(one.module).items() if type(v) in (*_NUMBERS, str)}
+    values = {n for one in found.values() for n, v in vars(one.module).items() if type(v) in (*NUMBERS, str)}
     setting = [one.__code__ for one in every if not values.isdisjoint(one.__code__.co_names)]
     attributes = {name for code in setting for name in _set_by(code, _STORE_ATTR)} & values
     return [one._replace(names=one.names | (attributes & vars(one.module).keys())) for one in found.values()]

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_ckpt import attach
 from accelerate_ckpt._attach import uninstall
-from ckpt_core.state.lost_variables import _variables_of
+from ckpt_core.state.value_marks import variables_of
 from ckpt_core.state.variable_use import is_live
 
 
@@ -691,7 +691,7 @@ def test_a_look_keeps_nothing_alive_and_takes_nothing_away() -> None:
     # No assertions in these: pytest makes them ask for locals().
     def script() -> tuple[bool, bool]:
         large = Large()
-        is_seen = ("large", large) in _variables_of(sys._getframe())
+        is_seen = ("large", large) in variables_of(sys._getframe())
         gone = weakref.ref(large)
         del large
         return is_seen, gone() is None
@@ -701,7 +701,7 @@ def test_a_look_keeps_nothing_alive_and_takes_nothing_away() -> None:
     def script_that_notes_its_settings(rate: float, epochs: int) -> dict[str, Any]:
         settings = locals()
         model = Large()
-        _variables_of(sys._getframe())
+        variables_of(sys._getframe())
         del model
         return settings
 
