@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from accelerate_ckpt import _termination
 from accelerate_ckpt._state.naming import automatic_root, candidates, next_iteration, number_of, path_text
 from accelerate_ckpt._state.parts import (
@@ -44,6 +46,7 @@ from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
 from ckpt_core.state.kinds import indexed
+from ckpt_core.state.optimizer_types import restore_types, states_in_order
 
 log = logging.getLogger(__name__)
 
@@ -282,6 +285,7 @@ class _Ours:
         self._session = session
         self._path = path
         self._model_arguments = model_arguments
+        self._types: dict[int, torch.dtype] = {}  # that parameters had when they were saved, by their identity
         weights_only = not _may_run_code(session, load_kwargs)
         with contextlib.closing(session.reader_of(path).load(path, weights_only=weights_only)) as checkpoint:
             about = _metadata(checkpoint, path)
@@ -329,6 +333,9 @@ class _Ours:
                 wrapped.require_forward_param_sync = takes
         for name, owner in _states_to_read(accelerator).items():
             owner.load_state_dict(self._states[name])
+        for index, optimizer in enumerate(accelerator._optimizers if self._sharded is None else ()):
+            saved = states_in_order(self._states[indexed("optimizer", index)])
+            restore_types(optimizer.optimizer, saved, lambda parameter: self._types.get(id(parameter)))
         for model, found in itertools.zip_longest(accelerator._models, self._gradients):
             if model is not None:
                 restore_gradients(model.named_parameters(), found or {})
@@ -374,6 +381,8 @@ class _Ours:
                     check_weights(model, shapes, strict=arguments.get("strict", True), path=self._path)
                     arguments = {**arguments, "strict": False}
                 load_model(model, checkpoint, part, rank=self._rank, **arguments)
+                saved, here = checkpoint.parts[part].tensors, model.state_dict(keep_vars=True)
+                self._types |= {id(here[name]): info.dtype for name, info in saved.items() if name in here}
         if self._sharded is not None:
             apply_sharded(accelerator, self._sharded)
 

@@ -43,6 +43,7 @@ from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
 from lightning_ckpt._exact.lost_variables import ScriptVariables
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
+from lightning_ckpt._exact.precision import Precision
 from lightning_ckpt._exact.rank_states import continue_elastic, elastic_causes, keep_apart, put_back, state_for_rank
 from lightning_ckpt._exact.user_attributes import UsersObjects
 from lightning_ckpt._private.guard import check
@@ -114,6 +115,7 @@ class ExactState(Live):
         self._changes_late = False
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
+        self._precision: Precision | None = None  # of what is restored, until the training starts
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
         self._validation_progress: dict[str, Any] = {}
@@ -156,10 +158,15 @@ class ExactState(Live):
         if self._trainer.world_size > 2:
             rebuild_ddp_buckets(self._trainer.strategy.model)
         self._post_local_sgd.fit_started()
+        if self._precision is not None:
+            self._precision.restore_weights(self._trainer.lightning_module)
 
     def training_starts(self) -> None:
         """The hooks ``on_train_start`` run; the loops will look at their counters next."""
         self._after_fit = None
+        precision, self._precision = self._precision, None
+        if precision is not None:
+            precision.restore_optimizers(self._trainer.optimizers, self._trainer.lightning_module)
         self._counters.training_starts()
         self._accumulation.training_starts()
         self._look_again()
@@ -567,6 +574,7 @@ class ExactState(Live):
             mine = state_of_rank(state, rank)
         schedulers = checkpoint.get("lr_schedulers")
         self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, "lr_schedulers": schedulers}
+        self._precision = Precision(checkpoint, self._trainer.lightning_module)
         self._variables.resume(state[Kind.REPLICATED.value].get("variables", {}))
         return True
 

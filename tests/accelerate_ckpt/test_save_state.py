@@ -36,6 +36,8 @@ from tests.accelerate_ckpt.training import Counter, Run, Tied, assert_same, mode
 from tests.conftest import ACCELERATE
 from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
+from tests.support.optimizers import MomentumOfAnotherType
+from tests.support.states import assert_same_state
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -65,6 +67,35 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str, a
     resumed.train(12)
     assert resumed.losses == whole.losses[11:]
     assert_same(resumed.state(), whole.state())
+
+
+@pytest.mark.parametrize("strategy", ["async", "sharded"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+def test_state_of_an_optimizer_keeps_its_type(tmp_path: Path, strategy: str, weights: torch.dtype) -> None:
+    def prepared() -> tuple[Accelerator, nn.Module, Any]:
+        torch.manual_seed(1)
+        accelerator = accelerator_of(strategy)
+        model = nn.Linear(8, 3).to(weights)
+        return accelerator, *accelerator.prepare(model, MomentumOfAnotherType(model.parameters(), lr=0.01))
+
+    def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(weights)
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run = prepared()
+    train(*run, range(5))
+    run[0].save_state(tmp_path / "saved")
+    train(*run, range(5, 9))
+    resumed = prepared()
+    resumed[0].load_state(tmp_path / "saved")
+    train(*resumed, range(5, 9))
+    types = {state["momentum"].dtype for state in resumed[2].state.values()}
+    assert types == {torch.bfloat16, torch.float32}
+    for found, expected in zip(resumed[1:], run[1:], strict=True):
+        assert_same_state(found.state_dict(), expected.state_dict())
 
 
 def test_it_says_where_it_resumes_and_what_its_saves_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

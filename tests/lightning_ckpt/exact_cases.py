@@ -222,7 +222,7 @@ def digest(value: Any) -> str:
 
     def add(item: Any) -> None:
         if isinstance(item, torch.Tensor):
-            found.update(item.detach().cpu().contiguous().numpy().tobytes())
+            found.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(item, dict):
             for key in item:
                 found.update(repr(key).encode())

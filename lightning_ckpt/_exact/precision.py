@@ -1,0 +1,68 @@
+"""What a restore rounds, and how it gets its bits back.
+
+Lightning restores weights before it converts the module to ``precision="64-true"``, so they pass through ``float32``.
+Of optimizers, see :mod:`ckpt_core.state.optimizer_types`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core.state.optimizer_types import is_number, is_same, restore_types, states_in_order
+
+
+class Precision:
+    """The tensors of a checkpoint that a restore may round.
+
+    ``checkpoint`` was restored into ``module``, which may not have its final types yet.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any], module: torch.nn.Module) -> None:
+        # with weight averaging, the weights that are trained are the second
+        states = [checkpoint.get(key) for key in ("state_dict", "current_model_state")]
+        weights = [
+            {name: value for name, value in state.items() if is_number(value)}
+            for state in states
+            if isinstance(state, Mapping)
+        ]
+        self._types = {name: value.dtype for named in weights for name, value in named.items()}
+        self._loaded_as = {name: tensor.dtype for name, tensor in _tensors(module)}
+        self._weights = [
+            {name: v for name, v in named.items() if self._loaded_as.get(name, v.dtype) is not v.dtype}
+            for named in weights
+        ]
+        usual = set(self._types.values())
+        self._optimizers = [states_in_order(state, usual=usual) for state in checkpoint.get("optimizer_states", ())]
+
+    def restore_weights(self, module: torch.nn.Module) -> None:
+        """Give tensors of the module that were rounded, and have the type again that was saved, their bits."""
+        for name, tensor in _tensors(module):
+            for saved in (named[name] for named in self._weights if name in named):
+                if _is_rounded(tensor, saved, self._loaded_as[name]):
+                    with torch.no_grad():
+                        tensor.copy_(saved)
+
+    def restore_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
+        """Give state that was rounded the type that it had."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+        def type_of(parameter: torch.Tensor) -> torch.dtype | None:
+            return self._types.get(names.get(id(parameter), ""))
+
+        for optimizer, saved in zip(optimizers, self._optimizers, strict=False):
+            restore_types(optimizer, saved, type_of)
+
+
+def _is_rounded(tensor: torch.Tensor, saved: torch.Tensor, through: torch.dtype) -> bool:
+    if tensor.dtype is not saved.dtype or tensor.shape != saved.shape:
+        return False
+    return is_same(tensor, saved.to(tensor.device, through).to(tensor.dtype))
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return ((name, tensor) for name, tensor in named if is_number(tensor))
