@@ -280,7 +280,7 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
     if session is not None:
         _training_begins(session)
         if session.just_in_time is not None:
-            session.just_in_time.backward_begins()
+            session.just_in_time.backward_begins(args[0] if args else kwargs.get("loss"))
     try:
         original(accelerator, *args, **kwargs)
     except Exception as error:

@@ -205,7 +205,7 @@ class JustInTime:
             "step": session.step,
         }
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, loss: Any) -> None:
         """The gradients will be exchanged: note what the step has drawn, and its statistics."""
         session = self._session
         session.data.uses.note()  # the batch is used
@@ -214,7 +214,9 @@ class JustInTime:
         own: dict[str, Any] = {"data": {"rng": RngState.capture().encode()}}
         if not is_sharded(session.accelerator):
             own["buffers"] = [saved_buffers(model) for model in session.accelerator._models]
-        self._survivors.note_exchange({"own": own}, {"own": {"data": {"loaders": session.data.capture_ahead()}}})
+        self._survivors.note_exchange(
+            {"own": own, **session.note_ahead(loss)}, {"own": {"data": {"loaders": session.data.capture_ahead()}}}
+        )
 
     def meets(self) -> bool:
         """Return whether survivors could meet; called on all ranks together."""

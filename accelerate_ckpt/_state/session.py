@@ -86,6 +86,7 @@ class Session:
         just_in_time: What saves when another rank has died; None if nothing does.
         saves_alone: Where and what it saves, if that is not as ``save_state`` does.
         note_step: Called after each step.
+        note_ahead: Returns what else of a note the exchange of a loss's gradients changes, on this rank alone.
         rank_lost: Called with an exception that may come of the loss of a rank.
         not_exact: Why a resume from what is saved now is not exact, as far as an integration knows it.
         run_id: Text that is the same on all ranks, and different for each Accelerator and run.
@@ -175,6 +176,7 @@ class Session:
         self.just_in_time: Any = None
         self.saves_alone: SavesAlone | None = None
         self.note_step: Callable[[Session], None] = lambda _: None
+        self.note_ahead: Callable[[Any], dict[str, Any]] = lambda _: {}
         self.rank_lost: Callable[[BaseException], None] = lambda _: None
         self.run_id = f"{ranks.session}-{serial}"
         self.preemption: PreemptionWatch | None = None

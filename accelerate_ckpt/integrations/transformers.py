@@ -150,7 +150,8 @@ class ResumableCallback(TrainerCallback):
         _check_arguments(trainer)
         self._trainer = trainer
         accelerator = attach(trainer.accelerator, **self._options)
-        accelerator.register_for_checkpointing(_LoopState(trainer))
+        loop_state = _LoopState(trainer)
+        accelerator.register_for_checkpointing(loop_state)
         accelerator.register_save_state_pre_hook(self._write_files)
         trainer.__class__ = _below_overrides(type(trainer))  # type: ignore[arg-type]
         trainer._resumable_callback = self
@@ -173,6 +174,8 @@ class ResumableCallback(TrainerCallback):
             stock = trainer._maybe_log_save_evaluate
             trainer._maybe_log_save_evaluate = functools.wraps(stock)(functools.partial(self._end_step, stock))
             self._session.note_step = lambda _: None  # the Trainer fetches all batches of a step before it
+            index = next(i for i, each in enumerate(accelerator._custom_objects) if each is loop_state)
+            self._session.note_ahead = lambda loss: {"custom": {index: loop_state.after(loss)}}
             target = lambda: self._path_of_step(trainer.state.global_step)  # noqa: E731
             self._session.saves_alone = SavesAlone(os.path.abspath(trainer.args.output_dir), target, self._add_files)
         if self._session.preemption is not None:
@@ -543,6 +546,10 @@ class _LoopState:
             "loss_since_log": trainer._tr_loss.detach(),
             "step_of_last_log": int(trainer._globalstep_last_logged),
         }
+
+    def after(self, loss: Any) -> dict[str, Any]:
+        """Return what of the state a loss changes that is about to be used."""
+        return {"loss_since_log": self._trainer._tr_loss.detach() + loss.detach()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer

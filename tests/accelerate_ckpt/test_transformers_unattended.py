@@ -97,7 +97,7 @@ def test_a_run_whose_last_save_fails_ends_as_it_was_told(
 
 
 LOSS = """
-    import os, signal
+    import logging, os, signal
     from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
     from accelerate_ckpt.integrations.transformers import ResumableCallback
     from ckpt_core.survivors import Survivors
@@ -114,9 +114,15 @@ LOSS = """
             return {"loss": (self.layers(inputs) - labels).pow(2).mean()}
 
     class Dies(TrainerCallback):
-        def on_substep_end(self, args, state, control, **_):
-            if state.global_step == kill and rank == 0:
+        def dies(self, args, state, control, **_):
+            if state.global_step == kill and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(Dies, event, Dies.dies)
+    inexact = []
+    hears = logging.Handler()
+    hears.emit = lambda record: "to be exact" in record.getMessage() and inexact.append(record.getMessage())
+    logging.getLogger("accelerate_ckpt").addHandler(hears)
 
     set_seed(1)
     rows = [{"inputs": row, "labels": row} for row in torch.arange(160.0).reshape(40, 4) / 100]
@@ -130,30 +136,40 @@ LOSS = """
     torch.manual_seed(rank)
     trainer.train()
     tell(resumed=trainer.accelerator.resumed and trainer.accelerator.resumed.step)
-    tell(noted=noted)
+    tell(noted=noted, inexact=inexact)
     tell(logged=[{name: item[name] for name in ("step", "loss", "eval_loss") if name in item}
                  for item in trainer.state.log_history if "train_runtime" not in item])
     tell(weights=[value.tolist() for value in trainer.accelerator.unwrap_model(trainer.model).parameters()])
 """
 
 
-@pytest.mark.slow
-def test_when_rank_0_is_lost_the_other_saves_what_the_trainer_resumes_from(ranks: Ranks, tmp_path: Path) -> None:
-    def run(name: str, kill: int) -> list[RankResult]:
-        return ranks.run(LOSS, 2, folder=str(tmp_path / name), kill=kill, save="no", timeout=120)
+NEVER: dict[str, Any] = {"kill": -1, "victim": 0, "event": "on_substep_end"}
 
-    whole = run("whole", -1)
-    assert run("run", 7)[1].error == "RuntimeError"  # of gloo
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "event", "step"),
+    [(0, "on_substep_end", 7), (1, "on_pre_optimizer_step", 6)],
+    ids=["in the window", "after the exchange"],
+)
+def test_when_a_rank_is_lost_the_other_saves_what_the_trainer_resumes_from(
+    ranks: Ranks, tmp_path: Path, victim: int, event: str, step: int
+) -> None:
+    def run(name: str, **more: Any) -> list[RankResult]:
+        return ranks.run(LOSS, 2, folder=str(tmp_path / name), save="no", timeout=120, **{**NEVER, **more})
+
+    whole = run("whole")
+    assert run("run", kill=step, victim=victim, event=event)[1 - victim].error == "RuntimeError"  # of gloo
     assert saved(tmp_path / "run") == ["checkpoint-7"]
-    resumed = run("run", -1)
-    assert [result.told["resumed"] for result in resumed] == [7, 7]
+    resumed = run("run")
+    assert [(result.told["resumed"], result.told["inexact"]) for result in resumed] == [(7, [])] * 2
     for found, expected in zip(resumed, whole, strict=True):
         assert (found.told["weights"], found.told["logged"]) == (expected.told["weights"], expected.told["logged"])
 
 
 def test_each_step_is_noted_once_whether_or_not_the_run_saves(ranks: Ranks, tmp_path: Path) -> None:
     def noted(save: str) -> list[list[int]]:
-        found = ranks.run(LOSS, 2, folder=str(tmp_path / save), kill=-1, save=save)
+        found = ranks.run(LOSS, 2, folder=str(tmp_path / save), save=save, **NEVER)
         return [result.told["noted"] for result in found]
 
     ends = [5, 10, 12]  # of epochs, when the Trainer may evaluate once more
