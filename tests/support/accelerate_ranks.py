@@ -130,6 +130,8 @@ def _run_rank(spec: dict[str, Any], rank: int, port: int, output: str) -> None:
     except BaseException as error:  # noqa: BLE001 - told to the test
         result.error, result.message = type(error).__name__, str(error)
         traceback.print_exc()
+        if isinstance(error, Exception):
+            sys.last_value = error  # as the interpreter does for what nobody catches
     result.ended = True
     write()
 
