@@ -39,6 +39,11 @@ _FETCHES_THAT_SHOW_DRAWS = 2
 _LEAST_ROOM = 32768  # bytes, for generators that are made in workers alone
 _SLACK = 4096  # numbers of generators are written with as many digits as they have
 
+_STARTED_BEFORE = (
+    "persistent workers of a training data loader were started before this fit, so their random generators are not "
+    "known (make a new DataLoader for each fit)"
+)
+
 # settings of a loader that decide what its batches are
 _COMPARED = {
     "type": "type",
@@ -276,8 +281,10 @@ class LoaderTracker:
 
     def _states_of_workers(self, batches: int) -> dict[str, Any]:
         """Return their generators after so many batches of this pass, where they are known."""
-        if self.method != "skip" or self._collate is None:
+        if self.method != "skip":
             return {}
+        if self._collate is None:
+            return {"problem": _STARTED_BEFORE} if self.alive else {}
         self._problem = None
         states = [self._worker_state(worker, made) for worker, made in enumerate(self._made_by_workers(batches))]
         return {"workers": states, "problem": self._problem}

@@ -249,11 +249,19 @@ class TrainingData:
         self.idle = False
 
     def follow(self) -> None:
-        """Begin to follow the loaders that Lightning has just made or been given."""
+        """Begin to follow the loaders that Lightning has just made or been given, maybe the same again."""
+        # whoever started workers that persist has recorded their generators, or is to give them those of a checkpoint
+        known = {id(tracker.loader): tracker for tracker in self._trackers if tracker.persistent}
+        self._trackers = [tracker for tracker in self._trackers if id(tracker.loader) not in known]
         self.release()
         self._combined = self._internals.combined_loader
         world_size = self._internals.trainer.world_size
-        self._trackers = [TrainingLoader(loader, self._replay, world_size) for loader in self._combined.flattened]
+        self._trackers = [
+            known.pop(id(loader)) if id(loader) in known else TrainingLoader(loader, self._replay, world_size)
+            for loader in self._combined.flattened
+        ]
+        for tracker in known.values():
+            tracker.release()
         self._internals.record_iteration(self._combined, self._iterate, self._fetch)
 
     def release(self) -> None:

@@ -8,6 +8,7 @@ import logging
 import random
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def first_batches(batch: Any) -> list[Any]:
     return [batch]
 
 
+_kept: weakref.WeakKeyDictionary[Model, Any] = weakref.WeakKeyDictionary()  # loaders that are given at every reload
+
+
 class Model(pl.LightningModule):
     """Dropout, noise of every generator, means and torchmetrics over the epoch; remembers what it saw."""
 
@@ -71,7 +75,14 @@ class Model(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         rank, world = self.trainer.global_rank, self.trainer.world_size
-        return make_loader(self.options.get("loader", "plain"), self.options.get("workers", 0), rank, world)
+        if self in _kept:
+            return _kept[self]
+        loader = make_loader(self.options.get("loader", "plain"), self.options.get("workers", 0), rank, world)
+        if self.options.get("keeps_loader"):
+            _kept[self] = loader
+        if self.options.get("reads_before"):
+            next(iter(loader))
+        return loader
 
     def val_dataloader(self) -> Any:
         if not self.options.get("val"):

@@ -280,6 +280,14 @@ def test_persistent_workers_of_a_stream_are_named(tmp_path: Path) -> None:
     assert len(warned) == 1 and "persistent workers" in warned[0]
 
 
+@pytest.mark.parametrize("reads_before", [False, True])
+def test_workers_that_were_there_before_the_fit_are_named(reads_before: bool, tmp_path: Path) -> None:
+    path, options = tmp_path / "saved.ckpt", {"loader": "persistent", "workers": 2}
+    fit(tmp_path, {**options, "reads_before": reads_before}, [SaveAt("on_train_batch_end", 3, path)])
+    _, _, warned = fit(tmp_path, options, [], ckpt_path=path)
+    assert ["started before this fit" in warning for warning in warned] == [True] * reads_before
+
+
 def test_save_after_the_fit_goes_on(tmp_path: Path) -> None:
     model, trainer, _ = fit(tmp_path, {}, [], max_epochs=3)
     expected = outcome(trainer, model)

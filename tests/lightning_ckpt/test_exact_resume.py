@@ -214,6 +214,16 @@ FEATURES = {
     "two optimizers by hand, window closed": Case("on_train_batch_end", BATCHES + 3, {"manual": True}),
     "reload every second epoch": Case("on_train_batch_end", MID, {}, {"reload_dataloaders_every_n_epochs": 2}),
     "reload due": Case("on_train_epoch_end", 2, {"workers": 2}, {"reload_dataloaders_every_n_epochs": 2}),
+    **{
+        f"reload the same {loader}, batch {batch}": Case(
+            "on_train_batch_end",
+            batch,
+            {"loader": loader, "workers": 2, "keeps_loader": True},
+            {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 5},
+        )
+        for loader in ("persistent", "stateful_persistent")
+        for batch in (5, 7)
+    },
     "limited": Case("on_train_batch_end", 7, {}, {"limit_train_batches": 5}),
     "limited, last batch, workers": Case("on_train_batch_end", 5, {"workers": 2}, {"limit_train_batches": 5}),
     "limited, stateful": Case("on_train_epoch_end", 1, {"loader": "stateful"}, {"limit_train_batches": 5}),
