@@ -119,7 +119,7 @@ def test_dates_that_say_otherwise_are_named_once(tmp_path: Path, caplog: pytest.
     (message,) = caplog.messages
     assert str(tmp_path / name_of(12)) in message
     assert str(tmp_path / name_of(11)) in message
-    assert "file system's date" in message
+    assert "by file dates" in message
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

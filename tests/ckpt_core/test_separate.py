@@ -32,7 +32,7 @@ def test_a_file_of_another_process_is_waited_for_and_its_loss_noticed(
     os.rename(file, tmp_path / "elsewhere")  # as on the disk of another machine, or of a server that is late
     with monkeypatch.context() as patch:
         patch.setattr(directory_commit, "_LISTING_SECONDS", 0.0)
-        with pytest.raises(StorageError, match="does not see 1 files of 4") as caught:
+        with pytest.raises(StorageError, match="does not see 1 of 4 files") as caught:
             saves.commit(reports, path, "save-1", metadata={})
     assert "rank-00002-of-00002.safetensors" in str(caught.value)
     assert not os.path.exists(path)

@@ -121,7 +121,7 @@ def test_files_of_another_save_are_named(tmp_path: Path) -> None:
             error = problem_of(path, load=load)
             assert error.path == str(path / name)
             if name.endswith(".safetensors"):
-                assert "of another save, save-2 and not save-1" in str(error)
+                assert "belongs to another save, save-2 and not save-1" in str(error)
         save(path)
     shutil.copyfile(other / MANIFEST_NAME, path / MANIFEST_NAME)
     assert "digests" in str(problem_of(path).path)
@@ -172,7 +172,7 @@ def test_nothing_is_changed_when_a_file_is_wrong(tmp_path: Path, kind: str) -> N
     [
         (b'"older"', b'"other"', "older and not other"),
         (b'"older"', b'"../up"', "cannot be the id"),
-        (b'"older"', b'"older","x"', "makes no sense"),
+        (b'"older"', b'"older","x"', "is invalid"),
         (b'"older"', b"7", "is not text"),
     ],
 )
