@@ -1,7 +1,8 @@
 """``make bench``: ours, the peers and the physical limits, side by side in one run; prints ratios.
 
-Every figure is a median. Compare ratios within one run: absolute times depend on the machine and on what else it does.
-Each table runs in a process of its own, so that none inherits another's memory.
+Every figure is a median, but a limit of saves and loads is its fastest round. Compare ratios within one run: absolute
+times depend on the machine and on what else it does. Each table runs in a process of its own, so that none inherits
+another's memory.
 """
 
 from __future__ import annotations

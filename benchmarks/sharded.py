@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.save import raw_direct_write
+from benchmarks.save import figure_of, raw_direct_write
 from benchmarks.states import gpt_state, tensor_bytes
 from ckpt_core import DirectoryCheckpointer, Kind, Part
 from ckpt_core._commit.rank_group import RankGroup
@@ -118,20 +118,20 @@ def _large(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 found.setdefault(name, []).append(seconds)
     for checkpointer in ours.values():
         checkpointer.close()
-    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    for name, seconds in medians.items():
+    figures = {name: figure_of(name, seconds) for name, seconds in found.items()}
+    for name, seconds in figures.items():
         line = f"{name:32s} {seconds * 1e3:8.0f} ms (fastest {min(found[name]) * 1e3:6.0f}) "
         if name.endswith("cache"):
-            line += f"{medians['DCP: load, in the page cache'] / seconds:6.2f}x as fast as DCP"
+            line += f"{figures['DCP: load, in the page cache'] / seconds:6.2f}x as fast as DCP"
         else:
             is_load = name.endswith(("load", "read"))
-            dcp_seconds = medians["DCP: load" if is_load else "DCP: durable"]
-            limit_seconds = medians["limit: raw direct read" if is_load else "limit: raw direct write"]
+            dcp_seconds = figures["DCP: load" if is_load else "DCP: durable"]
+            limit_seconds = figures["limit: raw direct read" if is_load else "limit: raw direct write"]
             line += (
                 f"{dcp_seconds / seconds:6.2f}x as fast as DCP, {seconds / limit_seconds:6.2f}x as long as the limit"
             )
         print(line)
-    return {"bytes": nbytes, **medians, "fastest": {name: min(seconds) for name, seconds in found.items()}}
+    return {"bytes": nbytes, **figures, "fastest": {name: min(seconds) for name, seconds in found.items()}}
 
 
 def _read_raw(path: Path, block: int = 16 * 2**20) -> None:
