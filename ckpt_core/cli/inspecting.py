@@ -159,8 +159,8 @@ def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, An
     if _LIGHTNING in values:
         card["framework"] = f"Lightning {values[_LIGHTNING]}"
         card["step"] = values.get("global_step", card["step"])
-        lacks = values.get(_LIGHTNING_LACKS)
-        card["exact"] = "yes" if _LIGHTNING_STATE in values else f"no: {lacks or 'saved without ResumableCheckpoint'}"
+        lacks = values.get(_LIGHTNING_LACKS) or "saved without ResumableCheckpoint"
+        card["exact"] = _exact(values[_LIGHTNING_STATE]) if _LIGHTNING_STATE in values else f"no: {lacks}"
     elif isinstance(accelerate, Mapping):
         card["framework"] = f"Accelerate {accelerate.get('accelerate')}, torch {accelerate.get('torch')}"
         notes = ["its data position is not known"] if accelerate.get("of_stock") else accelerate.get("not_exact")
@@ -171,6 +171,18 @@ def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, An
     if model is not None:
         found = (tensor for _, tensor in _distinct(tensors(model)))
         card["parameters"] = sum(tensor.numel() for tensor in found if not torch.nn.parameter.is_lazy(tensor))
+
+
+def _exact(state: Any) -> str:
+    """Return whether a resume of a Lightning run is exact, by what all of its ranks have noted."""
+    shared = state.get("replicated") if isinstance(state, Mapping) else None
+    noted, changed = (shared.get("notes"), shared.get("changed")) if isinstance(shared, Mapping) else (None, None)
+    if noted:
+        return f"no: {'; '.join(noted)}"
+    lost = [f"{owner}.{name}" for owner, names in changed.items() for name in names] if changed else []
+    if lost:
+        return f"yes, unless it needs {', '.join(lost)}, which training had changed and no state holds"
+    return "yes"
 
 
 def _epoch_of(own: Any) -> Any:

@@ -84,6 +84,26 @@ def test_inspect_says_why_a_resume_is_not_exact(directory: Path, capsys: pytest.
     assert card["entries"]["global_step"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("noted", "exact"),
+    [
+        ({"notes": [], "changed": {"module": {}}}, "yes"),
+        ({"notes": ["a batch was interrupted"], "changed": {"module": {"ema": "1"}}}, "no: a batch was interrupted"),
+        (
+            {"notes": [], "changed": {"module": {"ema": "1", "best": "2"}}},
+            "yes, unless it needs module.ema, module.best, which training had changed and no state holds",
+        ),
+    ],
+)
+def test_inspect_says_what_the_run_noted(
+    noted: dict[str, object], exact: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"state_dict": {}, "pytorch-lightning_version": "2.6", "lightning_ckpt": {"replicated": noted}}
+    Checkpointer(strategy="sync").save(state, directory / "run.ckpt")
+    assert main(["inspect", "--json", str(directory / "run.ckpt")]) == 0
+    assert json.loads(capsys.readouterr().out)["exact"] == exact
+
+
 def test_inspect_reads_no_tensor_and_verifies_on_demand(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = directories / "step=1"
     data = (path / "model.safetensors").read_bytes()
