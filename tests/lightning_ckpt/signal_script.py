@@ -36,7 +36,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 import lightning_ckpt
 from ckpt_core._commit.acting_together import Meeting
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
-from lightning_ckpt import ResumableCheckpoint
+from lightning_ckpt import ResumableCheckpoint, _preemption
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
 from tests.lightning_ckpt.failure_script import wait_for
@@ -70,20 +70,29 @@ class Signals(pl.Callback):
             self.left -= 1
             if self.left == 0 and what == "raise":
                 raise PlannedError
+            self.sent = self.sent or self.left == 0
             if self.left == 0 and what == "notice":
                 (Path(trainer.default_root_dir) / "notice").touch()
             elif self.left == 0:
-                self.sent = True
                 os.kill(os.getpid(), getattr(signal, what.removesuffix(" and wait")))
                 time.sleep(0.5 if what.endswith(" and wait") else 0.0)  # until threads know of it
-            if what == "notice" and self.left < 0:
-                time.sleep(0.05)  # until the thread that looks for it has found it
 
         setattr(self, hook, call)
 
 
+class NotingMeeting(Meeting):
+    """Knows whether it has had its rank act."""
+
+    has_acted = False
+
+    def at(self, position: Any) -> Any:
+        call = super().at(position)
+        self.has_acted |= bool(call.requests)
+        return call
+
+
 class Patience(pl.Callback):
-    """Keeps a rank that sent itself a signal in its next batch until the ranks know where they act on it.
+    """Keeps a rank that sent itself a signal, or a notice, in its next batch until the ranks know where they act on it.
 
     These batches take less time than a thread waits for its turn on a busy machine.
     """
@@ -96,7 +105,7 @@ class Patience(pl.Callback):
         meeting = getattr(vars(trainer).get("_lightning_ckpt_boundaries"), "_meeting", None)
         limit = time.monotonic() + 30.0
         while self.begun == 2 and meeting is not None and meeting._thread is not None and time.monotonic() < limit:
-            if meeting._due is not None or not meeting._thread.is_alive():
+            if meeting.has_acted or meeting._due is not None or not meeting._thread.is_alive():
                 break
             time.sleep(0.001)
 
@@ -112,6 +121,7 @@ def callback_of(name: str, directory: Path, settings: dict[str, Any]) -> list[An
 def main(spec: dict[str, Any], rank: int) -> None:
     torch.set_num_threads(1)
     gathering._INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=2)  # type: ignore[attr-defined]
+    _preemption.Meeting = NotingMeeting  # type: ignore[misc]
     directory = Path(spec["directory"])
     if "answers" in spec:  # how long ranks wait for those who do not say where they are
         Meeting.__init__.__kwdefaults__["answer_within"] = spec["answers"]  # type: ignore[attr-defined,index]
