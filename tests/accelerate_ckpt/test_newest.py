@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,11 @@ def test_what_another_accelerator_is_saving_is_waited_for(
 ) -> None:
     first = attach(Accelerator(project_config=named(tmp_path)), strategy="async")
     model = first.prepare(torch.nn.Linear(300, 300))  # not so small that the save waits for it
-    monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.05))
+    was_busy = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: was_busy.wait() and time.sleep(0.05))
     first.save_state()
     assert session_of(first).checkpointer.is_busy  # type: ignore[union-attr]
+    was_busy.set()
     second = attach(Accelerator(project_config=named(tmp_path)), **options)
     other = second.prepare(torch.nn.Linear(300, 300))
     if not options:

@@ -236,9 +236,12 @@ def test_an_evaluation_outside_of_the_training_ends_as_without_the_option(
 
 
 CRASHES_ON_ONE_RANK = """
-    import os, signal, time, torch
+    import fcntl, os, signal, time, torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from accelerate_ckpt.integrations.transformers import ResumableCallback
+
+    alive = open(f"alive.{os.environ['LOCAL_RANK']}", "w")  # locked for as long as this rank lives
+    fcntl.flock(alive, fcntl.LOCK_EX)
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -253,7 +256,7 @@ CRASHES_ON_ONE_RANK = """
             if state.global_step == 3 and is_second:
                 if args.process_index == 1:
                     os._exit(0)
-                time.sleep(1)
+                fcntl.flock(open("alive.1"), fcntl.LOCK_EX)
                 os.kill(os.getpid(), signal.SIGTERM)  # by the launcher
                 time.sleep(1)
 

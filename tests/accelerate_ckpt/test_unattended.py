@@ -237,11 +237,13 @@ def test_a_start_that_a_signal_ends_is_no_crash(
 
 
 CRASHES_ON_ONE_RANK = """
-    import os, signal, sys, time, torch
+    import fcntl, os, signal, sys, time, torch
     from accelerate import Accelerator
     from accelerate_ckpt import attach
 
     preempt, moment = sys.argv[1:]
+    alive = open(f"alive.{os.environ['LOCAL_RANK']}", "w")  # locked for as long as this rank lives
+    fcntl.flock(alive, fcntl.LOCK_EX)
     accelerator = attach(Accelerator(cpu=True, project_dir="run"), resume="auto", preempt=preempt or None)
     model = torch.nn.Linear(4, 1)
     data = torch.utils.data.DataLoader(torch.zeros(800, 4), batch_size=1)
@@ -253,7 +255,7 @@ CRASHES_ON_ONE_RANK = """
         if accelerator.process_index == 1 and moment == "raises":
             raise MemoryError
         if accelerator.process_index == 0:
-            time.sleep(1)
+            fcntl.flock(open("alive.1"), fcntl.LOCK_EX)
         os.kill(os.getpid(), signal.SIGTERM)  # by the launcher, or by whoever takes the machine
         time.sleep(60)
     for step, batch in enumerate(data, 1):
@@ -272,7 +274,7 @@ CRASHES_ON_ONE_RANK = """
         if step == 3 and accelerator.process_index == 1:
             os._exit(0)
         if step == 3:
-            time.sleep(1)
+            fcntl.flock(open("alive.1"), fcntl.LOCK_EX)
             os.kill(os.getpid(), signal.SIGTERM)  # by the launcher
 """
 

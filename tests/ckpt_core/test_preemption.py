@@ -137,12 +137,14 @@ def test_handlers_of_the_program_are_called_and_come_back() -> None:
 
 
 LOOP = """
-    import os, pathlib, signal, sys, time
+    import fcntl, os, pathlib, signal, sys, time
     import torch.distributed as dist
     from ckpt_core import RankGroup
     from ckpt_core.preemption import EndWatch
 
     folder, told = pathlib.Path(sys.argv[1]), [int(rank) for rank in sys.argv[2]]
+    alive = open(f"alive.{os.environ['LOCAL_RANK']}", "w")  # locked for as long as this rank lives
+    fcntl.flock(alive, fcntl.LOCK_EX)
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
     rank = dist.get_rank()
 
@@ -180,7 +182,7 @@ def test_a_rank_whose_peer_is_dead_ends_before_its_launcher_kills_it(fork_script
     dies = """
     if rank == 1:
         os._exit(0)
-    time.sleep(1)  # until it is dead
+    fcntl.flock(open("alive.1"), fcntl.LOCK_EX)  # until it is dead
     signal.alarm(30)  # as torchrun kills those that it has told to end
     os.kill(os.getpid(), signal.SIGTERM)
     while True:

@@ -366,7 +366,7 @@ def test_a_lease_of_another_machine_counts_when_it_is_renewed(
         assert storage.list(root) == []
         # It is gone, and from then on we are first.
         storage.delete(theirs)
-        time.sleep(1.5)
+        eventually(lambda: lease.claim_on(root)._is_first)  # type: ignore[attr-defined,union-attr]
         checkpointer.save([Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)], f"{root}/b")
         checkpointer.wait()
         assert "model.safetensors" in [info.path.rpartition("/")[2] for info in storage.list(f"{root}/b")]

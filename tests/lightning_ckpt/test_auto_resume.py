@@ -167,13 +167,20 @@ def test_an_end_that_was_asked_for_is_no_crash(tmp_path: Path) -> None:
 
 
 TOLD_ON_TWO_RANKS = """
-    import os, signal, sys, threading, time
+    import fcntl, os, signal, sys, threading, time
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
 
     is_alone, preempt, at_start = sys.argv[1] == "alone", sys.argv[2] == "preempt", sys.argv[3] == "at start"
+    alive = open(f"alive.{os.environ['LOCAL_RANK']}", "w")  # locked for as long as this rank lives
+    fcntl.flock(alive, fcntl.LOCK_EX)
+
+    def end():
+        if os.environ["LOCAL_RANK"] == "0":
+            fcntl.flock(open("alive.1"), fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     class Model(BoringModel):
         def on_fit_start(self):
@@ -182,7 +189,7 @@ TOLD_ON_TWO_RANKS = """
             if is_alone and self.global_rank == 1:
                 os._exit(0)
             # where Python runs no handlers, and Lightning has none yet
-            threading.Timer(0.0 if self.global_rank else 1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Thread(target=end).start()
             torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"])
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -190,7 +197,8 @@ TOLD_ON_TWO_RANKS = """
                 return
             if is_alone and self.global_rank == 1:
                 os._exit(0)
-            time.sleep(1)
+            if is_alone:
+                fcntl.flock(open("alive.1"), fcntl.LOCK_EX)
             os.kill(os.getpid(), signal.SIGTERM)  # by the launcher
             time.sleep(1)
 
