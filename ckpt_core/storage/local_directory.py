@@ -33,7 +33,7 @@ _CHANGED_MEANWHILE = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
 _MOST_ATTEMPTS = 10
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# Hidden directories whose deletion has failed: the next save in their directory tries again.
+# Hidden directories whose deletion has failed or was interrupted: the next save in their directory tries again.
 _undeleted: set[str] = set()
 
 
@@ -311,6 +311,7 @@ def delete_directory(path: str) -> None:
             # What lies in it would be left, under the hidden name.
             raise PermissionError(errno.EACCES, f"no permission to delete in {folder}", folder)
     hidden = _hidden(path, uuid.uuid4().hex[:12])
+    _undeleted.add(hidden)  # before it is there, for Ctrl-C right after the rename
     try:
         os.rename(path, hidden)
         # Or the loss of power could leave the name, and not all of the files.
@@ -329,12 +330,9 @@ def delete_directory(path: str) -> None:
 
 def _delete_tree(path: str) -> None:
     """Delete a file or a directory with all that is in it; others may be doing the same."""
-    try:
-        _delete_all(path)
-    except OSError:
-        if path.endswith(SUFFIX):
-            _undeleted.add(path)
-        raise
+    if path.endswith(SUFFIX):
+        _undeleted.add(path)
+    _delete_all(path)
     _undeleted.discard(path)
 
 

@@ -24,6 +24,7 @@ from ckpt_core.storage import local as local_module
 from ckpt_core.threads import run_parallel
 from tests.ckpt_core.storage.test_storage import StorageContract
 from tests.support.closing import closed_to_this_user
+from tests.support.interrupting import at_every_moment
 from tests.support.states import tensor_of
 
 
@@ -75,6 +76,31 @@ def test_a_directory_of_which_not_all_may_be_deleted_stays_whole(closed: str, mo
     assert os.listdir(directory.parent) == ["step=1"]
     assert (directory / "files" / "notes.txt").read_text() == "mine"
     assert verify(directory)
+
+
+def test_the_next_save_deletes_what_ctrl_c_left_of_a_removed_directory(tmp_path: Path) -> None:
+    storage, path, other = LocalStorage(), tmp_path / "step=1", str(tmp_path / "step=2")
+    interrupted = 0
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for run in at_every_moment(("storage/local_directory.py",), interrupt, opcodes=False):
+        (path / "files").mkdir(parents=True, exist_ok=True)
+        (path / "files" / "a").touch()
+        (path / "b").touch()
+        try:
+            run(lambda: storage.remove(str(path)))
+        except KeyboardInterrupt:
+            interrupted += 1
+        storage.begin_directory(other, "token")
+        storage.leave_directory(other, "token")
+        left = os.listdir(tmp_path)
+        assert left in ([], [path.name]), left
+        if left:
+            assert sorted(os.listdir(path)) == ["b", "files"], "deleted in one step, or not at all"
+    assert interrupted > 20
+    assert not path.exists()
 
 
 def test_removing_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
