@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import functools
 import glob
+import itertools
 import logging
 import os
 import re
@@ -102,13 +103,21 @@ class Lookup:
     def newest_verified(self, directory: str, memory: str | None = None, order: _Order = list) -> CheckpointInfo | None:
         """Return the newest checkpoint of a directory that verifies; ``order`` as :meth:`Catalog.newest_verified`."""
         catalog = self.catalog(directory, memory)
-        newest = catalog.newest_verified(is_training_state, order)
+        newest = catalog.newest_verified(is_training_state, lambda infos: order(self._copies_first(infos)))
         self.passed_over = set(catalog.passed_over)
         if newest is None:
             return None
         # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
         others = [info for info in catalog.checkpoints() if self.is_last(info.path)]
         return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
+
+    def _copies_first(self, infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+        # Resumed from the first one of a run, whose state knows no last.ckpt, the run would begin a last-v1.ckpt.
+        def is_original(info: CheckpointInfo) -> bool:
+            return info.committed is not None and not self.is_last(info.path)
+
+        alike = itertools.groupby(infos, lambda info: (info.committed, info.step))
+        return [info for _, group in alike for info in sorted(group, key=is_original)]
 
     def best(self, directory: str, state_key: str, monitor: str | None) -> str:
         """Return what the newest checkpoint says is the best one, as far as that can be used; "" if there is none."""

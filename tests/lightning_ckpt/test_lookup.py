@@ -105,6 +105,16 @@ def test_a_run_that_was_copied_file_by_file_is_resumed_where_it_was(
         assert trainer.global_step == 11
 
 
+@pytest.mark.parametrize("plugin", [*PLUGINS, ShardedCheckpointIO])
+def test_of_a_checkpoint_and_its_copy_the_copy_is_taken(plugin: Any, tmp_path: Path) -> None:
+    saved, options = tmp_path / "saved", {"plugin": plugin, "filename": "x", "save_last": True, "save_top_k": 1}
+    fit(saved, tmp_path, max_steps=1, **options)
+    assert names(saved) == ["last.ckpt", "x.ckpt"]
+    trainer = fit(saved, tmp_path, max_steps=3, ckpt_path="last", **options)
+    assert trainer.ckpt_path == str(saved / "last.ckpt")
+    assert "last-v1.ckpt" not in names(saved)
+
+
 def test_what_was_passed_over_is_neither_deleted_nor_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved, options = tmp_path / "saved", {"save_last": True, "retention": KeepLatest(2)}
     fit(saved, tmp_path, max_steps=3, **options)
