@@ -48,9 +48,10 @@ class StorageCollector:
 
     def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         size = self._sizes[len(self.storages)] if len(self.storages) < len(self._sizes) else 0
-        # torch 2.8 multiplies by the item's size twice when it skips the data.
-        if self._are_too_large and storage.nbytes() in (2 * size, 4 * size, 8 * size, 16 * size):
-            storage = torch.UntypedStorage(size)
+        if self._are_too_large:
+            # torch 2.8 multiplies by the item's size twice when it skips the data.
+            whole = [size // item * item for item in (2, 4, 8, 16) if size // item * item**2 == storage.nbytes() > 0]
+            storage = torch.UntypedStorage(whole[0]) if whole else storage
         restored = self._restore(storage, location)
         if restored.nbytes():
             self.storages.append(restored)
