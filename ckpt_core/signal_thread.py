@@ -19,6 +19,7 @@ from typing import NoReturn
 #: What ends a process, unless it is handled.
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
+_END = 0  # the number of no signal
 _living: list[SignalThread] = []
 _mask = threading.local()
 _exit = os._exit
@@ -37,7 +38,8 @@ class SignalThread:
         self._heard = heard
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
-        threading.Thread(target=self._read, name="ckpt-signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, name="ckpt-signals", daemon=True)
+        self._thread.start()
         _living.append(self)
         self.listen()
 
@@ -48,10 +50,13 @@ class SignalThread:
             signal.set_wakeup_fd(before)
 
     def close(self) -> None:
-        """Hear none any more, and end the thread."""
+        """Hear none any more, and return when the thread has ended."""
         _living.remove(self)
         self._give_up()
-        os.close(self._writes)  # which ends the thread that reads the other one
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writes, bytes([_END]))  # a child that did not fork by Python may have the descriptor, too
+        os.close(self._writes)
+        self._thread.join()
 
     def _give_up(self) -> None:
         before = signal.set_wakeup_fd(-1)
@@ -60,8 +65,10 @@ class SignalThread:
 
     def _read(self) -> None:
         while numbers := os.read(self._reads, 64):
-            for number in numbers:
+            for number in numbers.partition(bytes([_END]))[0]:
                 self._heard(number)
+            if _END in numbers:
+                break
         os.close(self._reads)
 
     def forked(self) -> None:

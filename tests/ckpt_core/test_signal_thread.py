@@ -1,0 +1,41 @@
+"""The thread that hears signals: it has ended when it was closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from ckpt_core.signal_thread import SignalThread
+
+
+def test_the_thread_has_ended_when_it_was_closed() -> None:
+    heard: list[int] = []
+    hears = threading.Event()
+
+    def slow(number: int) -> None:
+        hears.set()
+        time.sleep(0.2)
+        heard.append(number)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    thread = SignalThread(slow)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        hears.wait()
+    finally:
+        thread.close()
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
+    assert "ckpt-signals" not in [each.name for each in threading.enumerate()]
+
+
+def test_the_thread_ends_where_another_process_has_its_pipe() -> None:
+    thread = SignalThread(lambda _: None)
+    copy = os.dup(thread._writes)  # as a child that a C library has forked
+    try:
+        thread.close()
+    finally:
+        os.close(copy)
+    assert "ckpt-signals" not in [each.name for each in threading.enumerate()]
