@@ -239,7 +239,7 @@ def test_a_loader_whose_thread_reads_ahead_is_said_in_the_middle_of_an_epoch(
 ) -> None:
     data = RandomDataset(32, 8)
     for until in (steps + 1, 8):  # of 4 in an epoch
-        callback = ResumableCheckpoint(tmp_path, every_n_train_steps=steps, save_last=True)
+        callback = ResumableCheckpoint(tmp_path, every_n_train_steps=steps)
         settings: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = Trainer(accelerator="cpu", max_steps=until, callbacks=[callback], **settings)
         with warnings.catch_warnings(record=True) as caught:
