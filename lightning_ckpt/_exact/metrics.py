@@ -178,6 +178,7 @@ def _encode_meta(result: Any) -> dict[str, Any]:
         "metric_attribute": meta.metric_attribute,
         "sync": [bool(meta.sync.should), bool(meta.sync.rank_zero_only), meta.sync.op],
         "is_tensor": result.is_tensor,
+        "dtype": str(result._defaults["value"].dtype).removeprefix("torch.") if result.is_tensor else None,
     }
 
 
@@ -231,6 +232,8 @@ def _decode_result(
     )
     result = module._ResultMetric(rebuilt, meta["is_tensor"])
     result.to(device)
+    if meta.get("dtype") is not None:  # each epoch begins with it again
+        result._defaults["value"] = result._defaults["value"].to(getattr(torch, meta["dtype"]))
     if meta["is_tensor"]:
         result.value = saved["value"].to(device)
         if saved["weight"] is not None:

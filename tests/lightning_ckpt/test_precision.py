@@ -24,6 +24,12 @@ class Own(Model):
         return MomentumOfAnotherType(self.parameters(), lr=0.01)
 
 
+class LogsShort(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("short", torch.rand((), dtype=torch.float32), on_step=False, on_epoch=True, batch_size=3)
+        return super().training_step(batch, batch_idx)
+
+
 class SeesTypes(Callback):
     def __init__(self) -> None:
         self.seen: list[set[torch.dtype]] = []
@@ -48,3 +54,9 @@ def test_state_of_another_type_than_its_parameter(precision: str, tmp_path: Path
     assert not said
     assert found == expected
     assert sees.seen[0] == sees.seen[1] >= {torch.bfloat16, torch.float32}
+
+
+def test_means_of_later_epochs_are_added_up_in_the_same_type(tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(LogsShort, trainer={"precision": "64-true"}), tmp_path)
+    assert not said
+    assert found == expected
