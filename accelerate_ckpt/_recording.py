@@ -44,12 +44,14 @@ class Fetched:
         self._ahead.clear()
         self._drop_unused()
 
-    def fetch(self, number: int, rng: RngState | None, batch: Any) -> None:
-        """Note a batch, while it is in host memory, by the number of the fetch in this iteration.
+    def fetch(self, number: int, rng: RngState | None, batch: Any) -> int:
+        """Note a batch, while it is in host memory, by the number of the fetch in this iteration; return its digest.
 
         ``rng`` are the random generators before it; None where workers fetch.
         """
-        self._ahead[number] = None if rng is None else digest_generators(rng), digest_batch(batch)
+        digest = digest_batch(batch)
+        self._ahead[number] = None if rng is None else digest_generators(rng), digest
+        return digest
 
     def hand_out(self, first: int, end: int) -> None:
         """Note that the script is given the batches of some fetches."""
@@ -180,6 +182,10 @@ class Recording:
         self._number = int(saved["number"]) if saved is not None else 0
         self._used, self._loss, self._is_used, self._is_partial = [], None, False, window_open
         self._weights = None
+
+    def told(self) -> None:
+        """Note that the user has been told meanwhile that this resume is not exact."""
+        self._recorder.told()
 
     def finish(self) -> None:
         """Training has ended, or the script."""

@@ -151,6 +151,11 @@ class LoaderPositions:
         return any(position.loader is loader and position.resumes_training for position in self._positions)
 
     @property
+    def is_yet_compared(self) -> bool:
+        """Whether a loader that draws random numbers is going to read again, and to compare, what it had read."""
+        return any(position.is_yet_compared for position in self._positions)
+
+    @property
     def is_between(self) -> bool:
         """Whether the script has all batches that this epoch has for its training."""
         return any(position.has_trained and position.is_finished for position in self._positions)
@@ -294,6 +299,12 @@ class LoaderPositions:
                         self._are_repeats_told = True
                         self._causes.append(_REPEATED)
                         self._say_causes()
+
+    def reads_otherwise(self, cause: str) -> None:
+        """Note that what a loader has read again was not what it had read; warn once."""
+        self._say_once(f"this resume is not exact: {cause}")
+        if self.recording is not None:
+            self.recording.told()
 
     def ends(self, position: LoaderPosition) -> None:
         """Note that the script has gone through a whole loader."""

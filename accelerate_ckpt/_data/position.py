@@ -21,12 +21,19 @@ from accelerate_ckpt._private.data import Internals, not_as_known
 from accelerate_ckpt._recording import Fetched
 from accelerate_ckpt._report import announce_on_main
 from ckpt_core.console import counted_aloud
+from ckpt_core.recorder import digest_batch
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState
 
 log = logging.getLogger(__name__)
 
 _AGAIN = "reading batches again to get back to the saved position"
+_DRAWS = (
+    "an iterable dataset is read again from its beginning, because it has no state_dict or Accelerate divides it over "
+    "the ranks, and draws random numbers in the main process while it is read"
+)
+_ON_ITS_OWN = f"{_DRAWS}; its order is reproduced only if it does not depend on them (num_workers=1 avoids that)"
+_OTHER_BATCH = f"{_DRAWS}; the batch before the saved position is another one now (num_workers=1 avoids that)"
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"
 _OVER = object()
@@ -70,6 +77,9 @@ class Run(Protocol):
     def hands_out(self, position: LoaderPosition) -> None:
         """Note that the script is given a batch."""
 
+    def reads_otherwise(self, cause: str) -> None:
+        """Note that what was read again was not what had been read."""
+
 
 class LoaderPosition:
     """Follows one loader that Accelerate has prepared, for a run of so many ranks.
@@ -103,6 +113,7 @@ class LoaderPosition:
         self._consumed: Consumed = self._division.nothing
         self._ahead: _Moment | None = None
         self._history: FetchHistory[_Moment] = FetchHistory(2)
+        self._digests: dict[int, int] = {}  # of the batches of the last two steps, by the numbers of their fetches
         self._begun_generators: dict[str, Any] = {}
         self._first_rng: RngState | None = None
         self._begun_step: RngState | None = None
@@ -191,6 +202,7 @@ class LoaderPosition:
         leave_out, self._leave_out = self._leave_out, 0
         self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
         self._history.clear()
+        self._digests.clear()
         if self.fetches is not None:
             self.fetches.begin()
         self._begun_generators, self._first_rng = self._dataset_generators(), None
@@ -242,7 +254,8 @@ class LoaderPosition:
         if before is not None and self._tracker.may_read_again:
             self._history.was_read(self._fetched, before)
         if self.fetches is not None:
-            self.fetches.fetch(self._fetched, before, batch)
+            self._digests[self._fetched] = self.fetches.fetch(self._fetched, before, batch)
+            self._digests.pop(self._fetched - 2 * fetches, None)
         self._fetched += 1
         if self._fetched % fetches == 0:
             self._caught_up()
@@ -371,8 +384,17 @@ class LoaderPosition:
         return {
             "pass": self._tracker.capture(self._moment_ahead().mark, self._steps * self._internals.fetches),
             "ahead": self._capture_moment(),
+            "last_read": self._capture_last() if self._history.draws_while_reading else None,
             "begun": {"rng": _encode(self._first_rng), "dataset_generators": self._begun_generators},
         }
+
+    def _capture_last(self) -> dict[str, Any] | None:
+        """Capture what tells the last step's batches from others, and with which generators they were fetched."""
+        first, end = (step * self._internals.fetches for step in (self._steps - 1, self._steps))
+        moment, digests = self._history.before(first), [self._digests.get(number) for number in range(first, end)]
+        if moment is None or moment.rng is None or not digests or None in digests:
+            return None
+        return {"steps": self._steps, "rng": moment.rng.encode(), "digests": digests}
 
     @property
     def is_finished(self) -> bool:
@@ -390,19 +412,24 @@ class LoaderPosition:
     def problem(self, state: Mapping[str, Any]) -> str | None:
         """Return why continuing from a captured position would not be exact, in words, or ``None``."""
         if self._fits(state):
-            if state["draws_while_reading"]:
-                return (
-                    "an iterable dataset is read again from its beginning, because it has no state_dict or "
-                    "Accelerate divides it over the ranks, and draws random numbers in the main process while it "
-                    "is read; its order is reproduced only if it does not depend on them (num_workers=1 avoids "
-                    "that)"
-                )
+            if state["draws_while_reading"] and not self.is_compared(state):
+                return _ON_ITS_OWN
             found = [self._tracker.check(part) for part in (state["pass"], state["between"]) if part is not None]
             return next((problem for problem in found if problem is not None), None)
         if state["phase"] != INSIDE:
             return None
         obstacle = self._division.obstacle(state)
         return self._division.difference(state) if obstacle is None else f"{obstacle}, so the epoch begins again"
+
+    @property
+    def is_yet_compared(self) -> bool:
+        """Whether the next iteration reads again, and compares, what has drawn random numbers."""
+        return self._resume is not None and self.is_compared(self._resume)
+
+    def is_compared(self, state: Mapping[str, Any]) -> bool:
+        """Whether the last step before a captured position is compared when it is read again."""
+        last = state.get("last_read")
+        return bool(self.fetches is not None and last and last["steps"] == state["steps"] and self._fits(state))
 
     def restore(self, state: Mapping[str, Any], rng: RngState) -> None:
         """Let the next iteration of the loader continue from a captured position, with the generators of then."""
@@ -448,8 +475,18 @@ class LoaderPosition:
         if drop and self._first_rng is not None:
             # a division of an iterable data set keeps its first batch, to complete the last one with it
             self._first_rng.restore()
-        for _ in counted_aloud(drop, _AGAIN, announce_on_main):
-            next(iterator, None)
+        last = state["last_read"] if self.is_compared(state) else None
+        found = []
+        for number in counted_aloud(drop, _AGAIN, announce_on_main):
+            left = drop - number
+            if last is not None and left == len(last["digests"]):
+                # batches with random numbers in them are the same only with those that they had
+                RngState.decode(last["rng"]).restore()
+            batch = next(iterator, None)
+            if last is not None and left <= len(last["digests"]):
+                found.append(digest_batch(batch))
+        if last is not None and found != last["digests"]:
+            self._run.reads_otherwise(_OTHER_BATCH)
         ahead = state["ahead"]
         self._tracker.made(ahead["dataset_generators"])
         self._steps = int(state["steps"])

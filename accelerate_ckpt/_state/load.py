@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _VERSION = 1
 _INEXACT = "not exact, see the warning"
+_IF_AS_READ = "exact if data that is read again is as it was, which is compared"
 _BUT_AN_END = (
     ", but it was saved in the body of an epoch's last batch: a script that begins with the next epoch does not "
     "repeat what it does after an epoch (save after that)"
@@ -363,6 +364,8 @@ class _Ours:
         is_exact &= not notes and not self._about.get("of_stock") and len(self._saved_by) == self._saved_world_size
         in_last_body = any(one and one["trained"] and one.get("in_last_body") for one in own["data"]["loaders"])
         outcome = f"exact{_BUT_AN_END if in_last_body else ''}" if is_exact else _INEXACT
+        if is_exact and session.data.is_yet_compared:
+            outcome = _IF_AS_READ
         session.announce(point.in_words(outcome, self._size, time.monotonic() - self._begun))
 
     def _load_models(self) -> None:
