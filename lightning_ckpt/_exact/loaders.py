@@ -8,6 +8,7 @@ random generators from which a ``RandomSampler`` drew it. New ranks make the sam
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -433,6 +434,14 @@ class TrainingData:
     def batches(self) -> float:
         """Number of batches in an epoch of this rank."""
         return float(self._internals.trainer.num_training_batches)
+
+    @property
+    def batches_now(self) -> float:
+        """The same, where a hook may have changed the only loader since, as by another batch size."""
+        with contextlib.suppress(TypeError, NotImplementedError):
+            if self._combined is not None and self._combined.iterables is self._trackers[0].loader:
+                return min(self.batches, len(self._trackers[0].loader))
+        return self.batches
 
     # ---- restore with another number of ranks ------------------------------------------------------------------------
 

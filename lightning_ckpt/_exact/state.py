@@ -213,7 +213,7 @@ class ExactState(Live):
         if batches is not None:
             problem = self._lengths.ended(batches, self._trainer.current_epoch - 1)
             # what knows its length has lost nothing if it has had as many
-            if problem is not None and batches < self._data.batches:
+            if problem is not None and batches < self._data.batches_now:
                 self._warn(problem)
         self._is_in_epoch = self._is_cut = False
 
@@ -462,6 +462,7 @@ class ExactState(Live):
                 "phase": phase,
                 "progress": progress,
                 "changed": changed,
+                "set_by_hooks": self._users.set_by_hooks(),
                 "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends) if looks else {},
                 "epoch_lengths": self._lengths.capture(None if in_epoch else self._whole_epoch()),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
@@ -600,6 +601,7 @@ class ExactState(Live):
         resharded = self._is_resharded(state)
         causes = elastic_causes(self._data, shared, mine) if resharded else self._data.check(mine["data"])
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
+        self._users.resume(shared.get("set_by_hooks", {}))
         self._users.make_again(mine.get("attributes", {}))
         if in_epoch:
             begun, schedulers = mine.get("epoch_begun"), state["lr_schedulers"]

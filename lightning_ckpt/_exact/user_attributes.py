@@ -53,6 +53,7 @@ class UsersObjects(Live):
         self.generators = Carried(self._owners, plain=False)
         self._at_start: Digests = {}
         self._by_hooks: Digests = {}
+        self._by_hooks_before: Digests = {}  # in the run that is resumed from
         self._copies: dict[str, dict[str, Any]] = {}
         self._looked_at: set[tuple[str, str, bool]] = set()
         self._put_back: set[tuple[str, str]] = set()
@@ -100,7 +101,8 @@ class UsersObjects(Live):
             start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
             lost = []
             for path, digest in changed[name].items():
-                if path in made_by_steps[name] or (not in_epoch and path in made):
+                by_hooks = path in made or path in self._by_hooks_before.get(name, {})
+                if path in made_by_steps[name] or (not in_epoch and by_hooks):
                     continue
                 look = (name, path, ends and path in new)  # whatever reads one that is not there fails
                 if start.get(path) != digest and made.get(path) != digest and look not in self._looked_at:
@@ -123,7 +125,16 @@ class UsersObjects(Live):
         by_hook = self._by_hooks.get(name, {}).get(path) == digests[path]
         return path in vars(owner) and not (was_there or by_hook or hasattr(type(owner), path))
 
+    def set_by_hooks(self) -> Digests:
+        """Return the digests of what hooks of an epoch's start have set to another value than it had."""
+        names = {*self._by_hooks, *self._by_hooks_before}
+        return {name: {**self._by_hooks_before.get(name, {}), **self._by_hooks.get(name, {})} for name in names}
+
     # ---- at a resume -------------------------------------------------------------------------------------------------
+
+    def resume(self, set_by_hooks: Mapping[str, Mapping[str, str]]) -> None:
+        """Know what :meth:`set_by_hooks` returned when it was saved."""
+        self._by_hooks_before = {name: dict(digests) for name, digests in set_by_hooks.items()}
 
     def make_again(self, made: Mapping[str, Mapping[str, Any]]) -> None:
         """Put back the attributes that training made, and that neither the script nor a state has made again."""
@@ -154,7 +165,8 @@ class UsersObjects(Live):
     ) -> str | None:
         """Return what of module and datamodule is not as it was saved, in words, or ``None``.
 
-        ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs. With
+        ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs, and what
+        they had set in the run that saved to the value that it has. With
         ``steps_make_anew``, numbers and texts do not count that, by the source, each step only sets.
         """
         found: list[tuple[type, str, Any]] = []
@@ -163,7 +175,9 @@ class UsersObjects(Live):
                 continue
             now, values = self._plain[name].digests(), self._plain[name].values()
             for path, digest in saved.get(name, {}).items():
-                by_hooks = before is not None and before.get(name, {}).get(path) != now.get(path)
+                value, set_before = now.get(path), self._by_hooks_before.get(name, {})
+                is_as_set = path in set_before and set_before[path] == value
+                by_hooks = before is not None and (before.get(name, {}).get(path) != value or is_as_set)
                 if now.get(path) != digest and not by_hooks:
                     found.append((type(self._owners[name]), path, values.get(path)))
         set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]

@@ -156,6 +156,23 @@ class OwnGenerator(Net):
         return super().loss((batch[0] + self.noise(), batch[1]))
 
 
+class Carries(Net):
+    """A hidden state from step to step, that each epoch begins without, as training does."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.hidden: torch.Tensor | None = None
+
+    def on_train_epoch_start(self) -> None:
+        self.hidden = None
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch)
+        mean = loss.detach() if self.hidden is None else 0.5 * (loss.detach() + self.hidden)
+        self.hidden = mean
+        return loss * (1 + mean)
+
+
 class Collects(Net):
     """The list of outputs of each epoch, made in the hook."""
 
@@ -599,6 +616,16 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
         lambda: [LambdaCallback(on_train_epoch_start=lambda trainer, module: torch.randn(3))],
         {},
     ),
+    "lambda that doubles the batch": (
+        lambda: [
+            LambdaCallback(
+                on_train_epoch_start=lambda trainer, module: setattr(
+                    trainer.train_dataloader.batch_sampler, "batch_size", 8 if trainer.current_epoch < 2 else 16
+                )
+            )
+        ],
+        {},
+    ),
     "lambda that evaluates after an epoch": (
         lambda: [LambdaCallback(on_train_epoch_end=lambda trainer, module: _evaluates(module, draws=True))],
         {},
@@ -648,6 +675,7 @@ MODELS: dict[str, dict[str, Any]] = {
         f"generator: {kind}": {"model": lambda loader, kind=kind: OwnGenerator(loader, kind)}
         for kind in ("torch", "numpy", "python", "legacy")
     },
+    "carries a hidden state": {"model": Carries},
     "collects outputs": {"model": Collects},
     **{
         f"teacher follows at {hook}": {"model": lambda loader, hook=hook: Momentum(loader, hook)}

@@ -256,6 +256,12 @@ def test_an_epoch_with_fewer_batches_is_said(fork_script: ScriptRunner, tmp_path
     assert "epoch 2 had 0 batches, but earlier ones had 6 or more" in end["warned"][0]
 
 
+@pytest.mark.parametrize("name", ["callback: lambda that doubles the batch", "model: carries a hidden state"])
+def test_what_hooks_of_an_epochs_start_set_is_not_missed(fork_script: ScriptRunner, tmp_path: Path, name: str) -> None:
+    (found,) = judged(fork_script, tmp_path, name, END)
+    assert found["verdict"] == "exact", (found["verdict"], found["warned"], found["wrong"], found["differs"])
+
+
 def test_hooks_of_an_epochs_end_are_not_taken_for_one_of_a_batchs(fork_script: ScriptRunner, tmp_path: Path) -> None:
     (found,) = judged(fork_script, tmp_path, "model: teacher follows at epoch end", MIDDLE)
     assert found["verdict"] == "exact", (found["verdict"], found["warned"], found["wrong"], found["differs"])
