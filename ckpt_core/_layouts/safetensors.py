@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_core._plan import QUANTIZED_TYPES
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.storage.base import FileReader
 
@@ -24,11 +25,10 @@ _REMEDY = "download the model again: this file is damaged, or it is not a safete
 
 # ---- element types ---------------------------------------------------------------------------------------------------
 
-# Quantised types are missing on purpose: such a tensor is more than its elements.
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.qint", "torch.quint"))
+    if isinstance(dtype, torch.dtype) and dtype not in QUANTIZED_TYPES
 }
 
 # What safetensors 0.4 reads already: a program with an unknown name in the header could not open the file at all.

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # torch.nn.Buffer only marks a tensor, so it is among these too.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Such a tensor is more than its elements. One that is a view of bytes has no quantizer, and no is_quantized.
+QUANTIZED_TYPES = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 # A state can have a hundred thousand of these: named tuples are made in a fraction of the time of a data class. Tensors
@@ -79,12 +81,13 @@ def all_ranks(world_size: int) -> tuple[int, ...]:
 
 
 def _check_plain(tensor: torch.Tensor, key: str) -> None:
-    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested and not tensor.is_meta:
+    is_quantized = tensor.dtype in QUANTIZED_TYPES
+    if tensor.layout is torch.strided and not is_quantized and not tensor.is_nested and not tensor.is_meta:
         storage_of(tensor, key=key)
         return
     if tensor.is_nested:
         kind, remedy = "a nested tensor", "save its parts, for example tensor.unbind(), as a list"
-    elif tensor.is_quantized:
+    elif is_quantized:
         kind, remedy = (
             "a quantized tensor",
             "save tensor.int_repr() and its scales and zero points, or tensor.dequantize()",

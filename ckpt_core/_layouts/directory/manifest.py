@@ -264,6 +264,8 @@ def _part(document: Any) -> PartRecord:
 
 
 def _type(dtype: Any, shape: Any) -> TensorInfo:
+    if dtype not in DTYPES:
+        raise ValueError(f"this version of torch has no type {dtype!r} for a tensor")
     extent = tuple(map(_number, _list(shape)))
     if math.prod(max(1, size) for size in extent) * DTYPES[dtype].itemsize > _LARGEST_NUMBER:
         raise ValueError(f"there is not a tensor of shape {list(extent)}")
@@ -277,8 +279,10 @@ def _shard_file(entry: Any) -> ShardFile:
     if not 0 < header_size <= min(size, LARGEST_HEADER) or header_size % ALIGNMENT:
         raise ValueError(f"file {name!r} cannot be of {size} bytes with a header of {header_size}")
     part = None if part is None else _text(part)
+    if len(linked) > 1:
+        raise ValueError(f"file {name!r} is of {len(linked)} saves")
     if linked:
-        check_save_id(_text(*linked))
+        check_save_id(_text(linked[0]))
     return ShardFile(name, part, header_size, size, _number(blocks), None if chunks is None else _list(chunks), *linked)
 
 

@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
+from ckpt_core._plan import QUANTIZED_TYPES
 from ckpt_core.errors import CheckpointFormatError, SerializationError, UnsafeCheckpointError
 from ckpt_core.tree import join_key
 from ckpt_core.weights_only import reason_of, refused_in
@@ -123,6 +125,8 @@ class _Encoder:
         try:
             torch.load(io.BytesIO(archive.getbuffer()), map_location="cpu", weights_only=True)
         except Exception:  # noqa: BLE001 - what its class raises when it is rebuilt is no reason not to save it
+            if (what := _never_loads(node)) is not None:
+                self._refuse(f"a {kind} cannot be saved: {what}", name, _REMEDY)
             self._objects[join_key(self._key, name) if name else self._key] = kind
         return {"$object": [kind, base64.b64encode(archive.getbuffer()).decode()]}
 
@@ -206,9 +210,20 @@ def _is_same_in_json(text: str) -> bool:
 
 def _is_more_than_elements(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+        return tensor.layout is not torch.strided or tensor.dtype in QUANTIZED_TYPES or tensor.is_nested
     except RuntimeError:  # a ShardedTensor of FSDP, which has none of these attributes
         return False
+
+
+def _never_loads(node: Any) -> str | None:
+    """Return what ``torch.save`` has written of an object although ``torch.load`` cannot read it; None if nothing."""
+    table = StorageTable()
+    try:
+        pickle_state(node, table)
+    except SerializationError as error:
+        return error.message
+    odd = any(storage.nbytes() != size for storage, size in zip(table.storages, table.sizes, strict=True))
+    return "the memory of a tensor in it ends inside an element" if odd else None
 
 
 def _slice(value: slice) -> Json:

@@ -131,6 +131,11 @@ class _StoragePickler(pickle.Pickler):
             number = self._numbers.get(id(obj))
             if number is None:
                 if not _is_plain(obj):
+                    if obj.is_nested and not obj.size(0):
+                        raise SerializationError(
+                            "a nested tensor of no tensors cannot be saved: torch could not load it",
+                            remedy="save an empty list",
+                        )
                     return None
                 number = self._numbers[id(obj)] = len(self._plain)
                 self._plain.append((obj, self._index(obj.untyped_storage(), obj.dtype)))

@@ -100,6 +100,13 @@ def test_a_nested_tensor_of_the_strided_layout(
     assert "model.w: float32, nested, 2 tensors" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_tensors_is_refused_by_key(save: Save) -> None:
+    with pytest.raises(SerializationError, match="nested tensor") as caught:
+        save({"model": {"w": torch.nested.nested_tensor([])}})
+    assert str(caught.value.key).endswith("model.w")
+
+
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_two_types_of_one_memory_are_refused_by_key(strategy: Any, tmp_path: Path) -> None:
     weight = torch.ones(3)
@@ -267,6 +274,16 @@ def test_an_object_that_cannot_be_rebuilt_now_is_saved_and_said(
             opened.load("part")
     assert (caught.value.path, caught.value.key) == (str(tmp_path / "a"), "part")
     assert "part.x: " in caplog.text
+
+
+@pytest.mark.parametrize("allowed", [[], [Point]], ids=["refused", "allowed"])
+def test_an_object_over_memory_that_torch_cannot_load_is_refused_by_key(allowed: list[Any], tmp_path: Path) -> None:
+    odd = torch.empty(0).set_(torch.UntypedStorage(10), 0, (2,))
+    state = {"x": Point(odd)}  # type: ignore[arg-type]
+    refused = pytest.raises(SerializationError, match="ends inside an element")
+    with torch.serialization.safe_globals(allowed), refused as caught:
+        DirectoryCheckpointer(strategy="sync").save([Part("part", state, Kind.PER_RANK)], tmp_path / "a")
+    assert caught.value.key == "part.x"
 
 
 class Bomb:

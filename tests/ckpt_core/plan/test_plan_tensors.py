@@ -114,6 +114,9 @@ class TestRefused:
         assert "quantized" in str(error)
         assert "dequantize" in str(error.remedy)
 
+    def test_bytes_that_are_viewed_as_quantized(self) -> None:
+        assert "quantized" in str(refusal(torch.zeros(3, dtype=torch.uint8).view(torch.qint8)))
+
     @pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), csr()], ids=["coo", "csr"])
     def test_sparse(self, tensor: torch.Tensor) -> None:
         assert f"layout {tensor.layout}" in str(refusal(tensor))
