@@ -27,6 +27,7 @@ from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointNotFoundError,
+    SerializationError,
     StateMismatchError,
 )
 from ckpt_core.geometry import Box
@@ -65,6 +66,7 @@ def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, A
 
     Raises:
         CheckpointCorruptedError: A byte of ``source`` differs from what was saved. Nothing is left at ``target``.
+        SerializationError: DCP cannot write the type of a tensor.
         StorageError: There is something at ``target`` already, or the disk refused.
     """
     path = full_path(source)
@@ -97,6 +99,7 @@ class _ExportPlanner(SavePlanner):
         wanted: dict[tuple[str, int], list[tuple[tuple[Hashable, ...], torch.Tensor]]] = {}
         for part, rank, entry in self._entries.values():
             if isinstance(entry.value, torch.Tensor):
+                _check_type(entry.value.dtype, entry_name(entry.path))
                 wanted.setdefault((part, rank), []).append((entry.where, entry.value))
         self._batches = {where: TensorBatches(checkpoint, *where, found) for where, found in wanted.items()}
 
@@ -128,6 +131,15 @@ class _ExportPlanner(SavePlanner):
         torch.save(load_values(self._checkpoint, part, rank, {}, [entry])[0], data)
         data.seek(0)
         return data
+
+
+def _check_type(dtype: torch.dtype, key: str) -> None:
+    try:
+        torch._utils._element_size(dtype)  # as DCP's writer asks
+    except TypeError as error:
+        raise SerializationError(
+            f"a tensor of type {dtype_name(dtype)} cannot be saved by DCP", key=key, remedy="convert it to another type"
+        ) from error
 
 
 def _states_of(checkpoint: DirectoryReader) -> Iterator[tuple[str, int, EntryPath]]:

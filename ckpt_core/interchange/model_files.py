@@ -51,6 +51,7 @@ _ADAPTERS = "adapter_model.safetensors"  # PEFT's, of a model that is somewhere 
 _OURS = re.compile(r"rank-\d{5,}-of-\d{5,}.*\.digests")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
 _MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
+_SURROGATE = re.compile("[\ud800-\udfff]")  # which JSON can hold, and the readers of safetensors refuse
 _LARGEST_INDEX = 2**28  # bytes
 
 
@@ -90,7 +91,7 @@ def export_model(
     Raises:
         CheckpointCorruptedError: A byte of ``source`` differs from what was saved. Nothing is left at ``target``.
         CheckpointNotFoundError: The checkpoint has no such part.
-        SerializationError: safetensors has no name for the type of a tensor.
+        SerializationError: safetensors has no name for the type of a tensor, or cannot read the tensor's name.
         StateMismatchError: There is not a tensor below ``part`` and ``prefix``.
     """
     if max_shard_size < 1:
@@ -103,13 +104,6 @@ def export_model(
                 path=full_path(source),
                 remedy="change part= or prefix= (--part, --prefix)",
             )
-        for key, tensor in tensors.items():
-            if not can_store(tensor.info):
-                raise SerializationError(
-                    f"safetensors has no name for the type of {key}, {dtype_name(tensor.info.dtype)}",
-                    key=key,
-                    remedy="convert it to a type that safetensors has",
-                )
         return _write_model(tensors, directory, max_shard_size)
 
 
@@ -171,6 +165,7 @@ def part_of_model(parts: Collection[str]) -> str:
 
 
 def _write_model(tensors: Mapping[str, _Tensor], directory: str, max_shard_size: int) -> list[str]:
+    _check(tensors)
     groups: list[dict[str, _Tensor]] = [{}]
     size = 0
     for key, tensor in tensors.items():
@@ -199,12 +194,25 @@ def write_model_file(tensors: Mapping[str, torch.Tensor], path: str) -> None:
     found = {}
     for name, tensor in tensors.items():
         info = TensorInfo(tensor.dtype, tuple(tensor.shape))
-        if not can_store(info):
-            raise SerializationError(
-                f"safetensors has no name for the type {tensor.dtype}", key=name, remedy="convert it to another type"
-            )
         found[name] = _Tensor(info, given(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
+    _check(found)
     _write_file(found, path)
+
+
+def _check(tensors: Mapping[str, _Tensor]) -> None:
+    for key, tensor in tensors.items():
+        if not can_store(tensor.info):
+            raise SerializationError(
+                f"safetensors has no name for the type {dtype_name(tensor.info.dtype)}",
+                key=key,
+                remedy="convert it to a type that safetensors has",
+            )
+        if _SURROGATE.search(key):
+            raise SerializationError(
+                "a name that is not valid Unicode cannot be saved as safetensors",
+                key=key,
+                remedy="rename the tensor",
+            )
 
 
 def _write_file(tensors: Mapping[str, _Tensor], path: str) -> None:

@@ -505,6 +505,22 @@ def test_types_that_safetensors_lacks_are_refused_by_name(tmp_path: Path) -> Non
     assert not (tmp_path / "b").exists()
 
 
+def test_types_that_dcp_cannot_write_are_refused_by_name(tmp_path: Path) -> None:
+    bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
+    path = save(tmp_path / "a", Part("model", {"c": bits}, Kind.REPLICATED))
+    with pytest.raises(SerializationError, match="bits8") as caught:
+        export_dcp(path, tmp_path / "b")
+    assert caught.value.key == "model.c"
+    assert not (tmp_path / "b").exists()
+
+
+def test_names_that_safetensors_cannot_read_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "a", Part("model", {"a\ud800": torch.ones(2)}, Kind.REPLICATED))
+    with pytest.raises(SerializationError, match="not valid Unicode"):
+        export_model(path, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
 def test_models_that_are_damaged_or_foreign(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
