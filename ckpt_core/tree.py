@@ -17,29 +17,32 @@ def join_key(prefix: str, key: object) -> str:
     return f"{prefix}.{key}" if prefix else str(key)
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, prefix: str = "", *, repeats: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield ``(name, leaf)`` for everything in ``tree`` that is not a dict, list or tuple, in pickling order.
 
     A container met again (the same object) is walked once, so a cycle ends; but one of few plain values, such as the
-    ``betas`` that all groups of an optimizer share, each time.
+    ``betas`` that all groups of an optimizer share, each time. With ``repeats``, only a container inside itself is left
+    out, so that a state that shares lists has the same names as one that does not.
 
     Examples:
         >>> list(leaves({"a": [1, {"b": 2}]}))
         [('a.0', 1), ('a.1.b', 2)]
     """
     seen: set[int] = set()
-    stack: list[Iterator[tuple[str, Any]]] = [iter([(prefix, tree)])]
+    stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter([(prefix, tree)]))]
     while stack:
-        for name, node in stack[-1]:
+        for name, node in stack[-1][1]:
             children = _children(node, name)
             if children is None:
                 yield name, node
             elif id(node) not in seen or _is_small(node):
                 seen.add(id(node))
-                stack.append(children)
+                stack.append((id(node), children))
                 break
         else:
-            stack.pop()
+            done, _ = stack.pop()
+            if repeats:
+                seen.discard(done)
 
 
 def tensor_values(tree: Any) -> Iterator[torch.Tensor]:

@@ -104,7 +104,7 @@ def _leaves(path: str, options: Options) -> dict[str, Any]:
     trust = False if options.allow_pickle else None
     state = load_whole(path, weights_only=trust, storage_options=options.storage_options)
     beside = beside_parts(full_path(path), options.storage_options)
-    return dict(leaves({**beside, **state} if beside else state))
+    return dict(leaves({**beside, **state} if beside else state, repeats=True))
 
 
 def _difference(first: Any, second: Any) -> str | None:

@@ -573,6 +573,18 @@ def test_diff_takes_what_is_shared_for_what_is_not(tmp_path: Path) -> None:
     assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]) == 0
 
 
+def test_diff_takes_a_shared_list_in_a_file_for_those_in_a_directory(tmp_path: Path) -> None:
+    shared: list[Any] = [torch.ones(2), {"b": 1}]
+    shared.append({"again": shared[1]})
+    state = {"x": shared, "y": shared}
+    Checkpointer(strategy="sync").save({"model": state}, tmp_path / "a.ckpt")
+    DirectoryCheckpointer(strategy="sync").save([Part("model", state, Kind.REPLICATED)], tmp_path / "a")
+    assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "a")]) == 0
+    shared.append(shared)
+    Checkpointer(strategy="sync").save({"model": state}, tmp_path / "b.ckpt")
+    assert main(["diff", str(tmp_path / "b.ckpt"), str(tmp_path / "b.ckpt")]) == 0
+
+
 def test_diff_sees_bits_that_compare_as_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, zero in (("a", 0.0), ("b", -0.0)):
         Checkpointer(strategy="sync").save({"w": torch.tensor(zero)}, tmp_path / name)
