@@ -119,6 +119,8 @@ class LoaderPositions:
         for position in self._positions:
             position.release()
         self._positions.clear()
+        self._begun_first.clear()
+        self._between = None
         vars(self._accelerator).pop("prepare_model", None)
         private_data.unregister(self)
 

@@ -146,6 +146,20 @@ def test_an_accelerator_is_not_kept_alive(tmp_path: Path) -> None:
     assert len(live_sessions()) == sessions - 1
 
 
+def test_a_loader_is_not_kept_until_the_next_garbage_collection() -> None:
+    accelerator = attach(Accelerator(), "sync")
+    loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(list(range(16)), batch_size=4))
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    gone = [weakref.ref(accelerator), weakref.ref(loader)]
+    gc.disable()
+    try:
+        del accelerator, loader, iterator
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_draining_raises_what_failed(small_filesystem: Path) -> None:
     accelerator = attach(Accelerator(), "async")
     accelerator.prepare(torch.nn.Linear(2200, 1000))  # 8.8 MB, and there are 8.4
