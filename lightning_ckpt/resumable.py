@@ -767,7 +767,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 self._saved_by_this_trigger = self._last_checkpoint_saved = path
                 self._save_last_checkpoint(trainer, candidates)
             self._wait_until_durable(trainer)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # the latter of Lightning's own plugin
             logger.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
             return
         self._is_ending = True

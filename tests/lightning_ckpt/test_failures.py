@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 
 import ckpt_core.checkpointer as checkpointer_module
 from ckpt_core import StorageError, awaited_paths, verify
+from ckpt_core.preemption import NOT_SAVED
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from tests.lightning_ckpt.features import needs_save_on_exception
 from tests.lightning_ckpt.reliable_cases import (
@@ -289,6 +292,24 @@ def test_an_exception_of_the_user_is_not_hidden_by_a_failing_sync_save_on_except
         trainer.fit(model_of(raise_at=4))
     assert names(saved) == ["step=2.ckpt"]
     assert "bytes needed" in caplog.text
+
+
+def test_a_run_without_our_plugin_ends_as_told_on_a_full_disk(
+    small_filesystem: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class TellsToEnd(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    callback = each_second_step(small_filesystem / "saved")
+    trainer = trainer_of(tmp_path, [callback, TellsToEnd(), FillsDisk(small_filesystem, full_at=3)])
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(model_of())
+    assert ended.value.code == 143
+    assert NOT_SAVED in caplog.text
+    assert "No space left on device" in caplog.text
+    assert torch.load(small_filesystem / "saved" / "step=2.ckpt")["global_step"] == 2
 
 
 def test_nothing_is_left_after_fit(tmp_path: Path) -> None:
