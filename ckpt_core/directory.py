@@ -312,7 +312,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 begin,
                 target,
                 self._pipeline,
-                self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent),
+                self._series.open(target, timeout=self._commit_timeout, of=step, number=number, absent=absent),
                 self._plans,
             )
 
@@ -388,7 +388,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             # It needs no memory, so it need not wait for the save.
             self._pipeline.queue.wait_for_turn(self._max_pending + 1)
         with self._pipeline.attempt(path):
-            joint = self._series.open(path, timeout=self._commit_timeout)
+            joint = self._series.open(path, timeout=self._commit_timeout, of=original)
 
             def act(refuse_older: Callable[[], None]) -> int:
                 try:

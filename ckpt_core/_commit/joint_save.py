@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from ckpt_core._commit.announcement import Announcement, decode_error, encode_error, names_of
 from ckpt_core._commit.rank_group import RankGroup
@@ -19,18 +20,24 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 _GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
 _FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come
 _LAST_LOOK = 1.0
+_UNMATCHED = 16  # so many saves back, ranks that have missed some look for what they have in common
+
+Identity = list[Any]  # path, and step or what is copied: what ranks that save together have in common
 
 
 class SaveSeries:
     """Saves that follow each other, numbered alike on all ranks although none asks another.
 
     Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of
-    a path that it is not about to save.
+    a path that it is not about to save. If two ranks meet with different saves, as after Ctrl-C on one of them, both
+    fail, and later ones find each other again: the other rank looks what rank 0 has saved since, and leaves out what it
+    has already tried.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self.concluded = 0  # number of the last save that is over
+        self.concluded = 0  # number of the last save that is over, and was the same on rank 0
+        self.unmatched: list[Identity] = []  # what this rank has saved since, while rank 0 saved something else
         self.opened = 0  # how many saves this rank has begun; on rank 0, the number of the last one
         self.find_dead: Callable[[], Collection[int]] = tuple  # ranks that will report nothing more
         self.name = group.next_series()
@@ -44,17 +51,19 @@ class SaveSeries:
         path: str,
         *,
         timeout: float,
+        of: int | str | None = None,
         number: int | None = None,
         absent: Callable[[], Collection[int]] | None = None,
     ) -> JointSave:
         """Return this rank's part in a save that it will join when the ones before are concluded.
 
-        ``timeout`` is in seconds, for which a rank whose part is done waits for the others. ``number`` is that of the
-        save on rank 0, where the ranks have agreed on it; otherwise they count alike. Rank 0 asks ``absent``, while it
-        waits, for ranks that certainly do not take part.
+        ``timeout`` is in seconds, for which a rank whose part is done waits for the others. ``of`` tells saves to one
+        path apart: a step, or the path of what is copied. ``number`` is that of the save on rank 0, where the ranks
+        have agreed on it; otherwise they count alike. Rank 0 asks ``absent``, while it waits, for ranks that certainly
+        do not take part.
         """
         self.opened += 1
-        return JointSave(self, path, timeout=timeout, number=number, absent=absent)
+        return JointSave(self, path, timeout=timeout, of=of, number=number, absent=absent)
 
 
 class JointSave:
@@ -66,6 +75,7 @@ class JointSave:
         path: str,
         *,
         timeout: float,
+        of: int | str | None = None,
         number: int | None = None,
         absent: Callable[[], Collection[int]] | None = None,
     ) -> None:
@@ -77,6 +87,8 @@ class JointSave:
         self._number = 0
         self._asked: list[str] = []
         self._path = path
+        self._identity: Identity = [path, of]
+        self._is_matched = True  # whether this was rank 0's save of that number, as far as is known
         self._timeout = timeout
         self._rank = group.rank
         if group.store is None and group.world_size > 1:
@@ -95,16 +107,44 @@ class JointSave:
         if self._store is None:
             return
         try:
-            while self._rank != 0 and self._agreed is None and self._outcome(self._store).is_made:
-                (path, _), _ = self._outcome(self._store).read()
-                if path == self._path:
-                    break  # this very save: the others have given up waiting for this rank
+            while self._rank != 0 and self._agreed is None and self._is_of_another_save(self._store):
                 self._number += 1
-            self._store.set(self._key(f"begun/{self._rank}"), "")
+            self._store.set(self._key(f"begun/{self._rank}"), json.dumps(self._identity))
         except RankFailedError:
             self._series.concluded = self._number
             self.undecided = True
             raise
+
+    def _is_of_another_save(self, store: TimedStore) -> bool:
+        """Return whether rank 0 saves something else under this number, which this rank is to leave out."""
+        outcome, tried = self._outcome(store), self._series.unmatched
+        if tried:  # one of the two has missed a save: see which one rank 0 is at
+            begun = self._key("begun/0")
+            store.wait_until(lambda: outcome.is_made or store.has(begun), self._timeout)
+            if not outcome.is_made and store.has(begun) and (other := json.loads(store.get(begun))) in tried:
+                self._leave_out(store, other)
+                outcome.heard()
+                return True
+        if not outcome.is_made:
+            return False
+        (identity, _), _ = outcome.read()
+        return not self._is_this(identity)  # else the others have given up waiting for this rank
+
+    def _leave_out(self, store: TimedStore, other: Identity) -> None:
+        report = self._key(f"report/{self._rank}")
+        if store.has(report):  # rank 0 was late: this rank has done its part
+            return
+        error = RankFailedError(
+            "save was called here earlier, when rank 0 was at another one: one of the ranks has missed a save",
+            path=other[0],
+            remedy="call save on all ranks together, the same number of times",
+        )
+        store.set(report, f"{json.dumps([other, encode_error(error)])}\n")
+
+    def _is_this(self, identity: Identity) -> bool:
+        (path, of), (own_path, own) = identity, self._identity
+        is_vague = None in (of, own) and not self._series.unmatched  # who refuses a save need not know its step
+        return bool(path == own_path and (of == own or is_vague))
 
     def ask_rank_0(self, question: str, answer: Callable[[], bool]) -> bool:
         """Return what ``answer`` returns on rank 0, on all ranks; called between :meth:`join` and :meth:`conclude`."""
@@ -136,7 +176,16 @@ class JointSave:
                 return self._decide(self._store, report, commit)
             return self._learn(self._store, report)
         finally:
-            self._series.concluded = self._number
+            self._note_concluded()
+
+    def _note_concluded(self) -> None:
+        series = self._series
+        if self._is_matched:
+            series.concluded = self._number
+            series.unmatched.clear()
+        else:
+            series.concluded = max(series.concluded, self._number - _UNMATCHED)
+            series.unmatched = [*series.unmatched, self._identity][-_UNMATCHED:]
 
     def refuse(self, error: CheckpointError) -> int:
         """Join and let the others know why this rank cannot begin its part; raises what they raise."""
@@ -163,10 +212,10 @@ class JointSave:
             raise
         finally:
             outcome = self._outcome(store)
-            outcome.make([self._path, size], failure)
+            outcome.make([self._identity, size], failure)
             if outcome.linger(len(reported), self._timeout):
                 keep = failure is not None or bool(absent)  # for ranks that were left out of it
-                self._forget(store, "begun/0", *self._asked, *([] if keep else ["collecting", "collected"]))
+                self._forget(store, *self._asked, *([] if keep else ["begun/0", "collecting", "collected"]))
                 outcome.delete(keep=keep)
         if failure is not None:
             raise failure
@@ -202,14 +251,9 @@ class JointSave:
         texts[0] = "" if isinstance(report, CheckpointError) else report
         for rank in reported:
             head, _, text = store.get(self._key(f"report/{rank}")).partition("\n")
-            path, error = json.loads(head)
-            if error is None and failure is None and path != self._path:
-                raise RankFailedError(
-                    f"rank 0 saves to {self._path}, but rank {rank} to {path}: they cannot save one checkpoint "
-                    "together",
-                    path=self._path,
-                    remedy="pass the same path to save() on all ranks, without the rank or the time of day in it",
-                )
+            identity, error = json.loads(head)
+            if error is None and failure is None and identity != self._identity:
+                raise self._differs(rank, *identity)
             at_once = at_once or (error is not None and error["raised_at_once"])
             if error is not None and failure is None:
                 failure = _named(decode_error(error), rank)
@@ -221,6 +265,18 @@ class JointSave:
             failure.raised_at_once = at_once  # by whichever rank
             raise failure
         return texts
+
+    def _differs(self, rank: int, path: str, of: int | str | None) -> RankFailedError:
+        mine, theirs = f"saves to {self._path}", f"to {path}"
+        remedy = "pass the same path to save() on all ranks, without the rank or the time of day in it"
+        if path == self._path:
+            mine, theirs = f"saves {_content(self._identity[1])}", _content(of)
+            remedy = "call save on all ranks together, the same number of times"
+        return RankFailedError(
+            f"rank 0 {mine}, but rank {rank} {theirs}: they cannot save one checkpoint together",
+            path=self._path,
+            remedy=remedy,
+        )
 
     def _missing(self, store: TimedStore, ranks: Sequence[int]) -> RankFailedError:
         found = self._series.dead()
@@ -245,11 +301,12 @@ class JointSave:
 
     def _learn(self, store: TimedStore, report: str | CheckpointError) -> int:
         own_error = report if isinstance(report, CheckpointError) else None
-        head = json.dumps([self._path, None if own_error is None else encode_error(own_error)])
+        head = json.dumps([self._identity, None if own_error is None else encode_error(own_error)])
         self.undecided = True  # also where Ctrl-C ends the wait
         store.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
         self._wait_for_outcome(store)
-        (_, size), error = self._outcome(store).read()
+        (identity, size), error = self._outcome(store).read()
+        self._is_matched = self._agreed is not None or self._is_this(identity)
         self.undecided = False
         with contextlib.suppress(RankFailedError):  # rank 0 may be gone by now, as it may
             self._forget(store, f"begun/{self._rank}", f"report/{self._rank}")
@@ -263,6 +320,7 @@ class JointSave:
         if not store.wait([self._key("collecting")], self._timeout):
             if store.has(self._key("begun/0")):
                 raise self._too_late([0])
+            self._is_matched = self._agreed is not None
             raise self._not_called([0])
         if not (
             store.wait([self._key("collected")], self._timeout * _GRACE)
@@ -302,6 +360,10 @@ def _named(error: CheckpointError, rank: int) -> CheckpointError:
     named = decode_error({**encode_error(error), "message": f"rank {rank}: {error.message}"})
     named.__cause__ = error
     return named
+
+
+def _content(of: int | str | None) -> str:
+    return f"a copy of {of}" if isinstance(of, str) else f"step {of}"
 
 
 def _text_of(report: str | CheckpointError) -> str:

@@ -197,7 +197,7 @@ class DirectorySave:
             if snapshot.is_live:
                 self.complete(snapshot)
             extra = [] if self._added is None else self._add(self._added, directory, previous)
-        head = json.dumps([self._step, sizes, [dataclasses.astuple(file) for file in extra]])
+        head = json.dumps([sizes, [dataclasses.astuple(file) for file in extra]])
         return f"{head}\n{files.report()}"
 
     def _is_alone(self) -> bool:
@@ -260,14 +260,7 @@ class DirectorySave:
             if report is None:
                 continue
             head, texts[rank] = report.split("\n", 1)
-            step, written, added = json.loads(head)
-            if step != self._step:
-                raise RankFailedError(
-                    f"rank 0 saves step {self._step}, but rank {rank} step {step}: they cannot save one "
-                    "checkpoint together",
-                    path=self.path,
-                    remedy="call save on all ranks together, the same number of times",
-                )
+            written, added = json.loads(head)
             sizes.update(written)
             for file in (ExtraFile(*fields) for fields in added):
                 if extra.setdefault(file.name, file) != file:

@@ -231,6 +231,33 @@ def test_a_save_on_another_rank_only_fails(series: Any) -> None:
         save(ranks[1], "/a", timeout=1.0)
     with pytest.raises(RankFailedError, match="rank 0 saves to /b, but rank 1 to /a"):
         save(ranks[0], "/b", timeout=1.0)  # for so long it waits for the other to read the outcome
+    with pytest.raises(RankFailedError, match="rank 0 saves to /b, but rank 1 to /a"):
+        save(ranks[1], "/b")
+    assert together(*[lambda s=s: save(s, "/c") for s in ranks]) == [2, 2]
+
+
+@pytest.mark.parametrize("who_missed", [0, 1])
+@pytest.mark.parametrize("missed", [[1], [0, 1], [1, 4]])
+@pytest.mark.parametrize("same_path", [False, True])
+def test_ranks_find_each_other_again_when_one_has_missed_saves(
+    series: Any, who_missed: int, missed: list[int], same_path: bool
+) -> None:
+    def saves(rank: int) -> list[tuple[int, Any]]:
+        results = []
+        for step in range(12):
+            if rank == who_missed and step in missed:
+                continue
+            try:
+                joint = ranks[rank].open("/a" if same_path else f"/{step}", timeout=SECONDS, of=step)
+                joint.join()
+                results.append((step, joint.conclude(str(step), lambda texts: len(set(texts)))))
+            except RankFailedError as error:
+                results.append((step, error))
+        return results
+
+    ranks = series(2)
+    of_0, of_1 = together(lambda: saves(0), lambda: saves(1))
+    assert of_0[-4:] == of_1[-4:] == [(step, 1) for step in range(8, 12)]  # both have saved the same
 
 
 def test_a_rank_that_was_left_out_catches_up(series: Any) -> None:
@@ -369,7 +396,7 @@ def test_a_thousand_ranks_report_in_seconds() -> None:
         joint = ranks[rank].open("/a", timeout=SECONDS)
         joint.join()
         assert joint._store is not None
-        joint._store.set(joint._key(f"report/{rank}"), f'["/a", null]\n{text}')
+        joint._store.set(joint._key(f"report/{rank}"), f'[["/a", null], null]\n{text}')
     began = time.process_time()
     sizes: list[int] = []
     joint = ranks[0].open("/a", timeout=0.1)  # nobody reads the outcome
