@@ -16,6 +16,7 @@ from ckpt_core._commit.announcement import Announcement, decode_error, encode_er
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
+from ckpt_core.threads import do_through
 
 _GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
 _FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come
@@ -85,6 +86,7 @@ class JointSave:
         self._absent = absent
         self._series = series
         self._number = 0
+        self._has_joined = False
         self._asked: list[str] = []
         self._path = path
         self._identity: Identity = [path, of]
@@ -102,7 +104,32 @@ class JointSave:
         return f"{self._series.name}-{self._number}"
 
     def join(self) -> None:
-        """Tell the others that this rank takes part; if rank 0 does not answer, there is nothing to conclude."""
+        """Tell the others that this rank takes part; if rank 0 does not answer, there is nothing to conclude.
+
+        After Ctrl-C, there is nothing to conclude either: the others know that this rank has given up.
+        """
+        try:
+            self._join()
+        except Exception:
+            raise
+        except BaseException as error:
+            do_through(self._give_up, error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._store is None:
+            return
+        failure = CheckpointError(f"the save failed: {type(error).__name__}: {error}", path=self._path)
+        with contextlib.suppress(CheckpointError):  # the caller raises what has ended the save
+            if not self._has_joined:
+                self._join()
+            if self._rank == 0:
+                self.conclude(failure, lambda _: 0)
+            else:
+                self._fail(self._store, self._identity, failure)
+                self._series.concluded = self._number
+
+    def _join(self) -> None:
         self._number = self._series.concluded + 1 if self._agreed is None else self._agreed
         if self._store is None:
             return
@@ -110,6 +137,7 @@ class JointSave:
             while self._rank != 0 and self._agreed is None and self._is_of_another_save(self._store):
                 self._number += 1
             self._store.set(self._key(f"begun/{self._rank}"), json.dumps(self._identity))
+            self._has_joined = True
         except RankFailedError:
             self._series.concluded = self._number
             self.undecided = True
@@ -122,24 +150,24 @@ class JointSave:
             begun = self._key("begun/0")
             store.wait_until(lambda: outcome.is_made or store.has(begun), self._timeout)
             if not outcome.is_made and store.has(begun) and (other := json.loads(store.get(begun))) in tried:
-                self._leave_out(store, other)
-                outcome.heard()
+                error = RankFailedError(
+                    "save was called here earlier, when rank 0 was at another one: one of the ranks has missed a save",
+                    path=other[0],
+                    remedy="call save on all ranks together, the same number of times",
+                )
+                self._fail(store, other, error)
                 return True
         if not outcome.is_made:
             return False
         (identity, _), _ = outcome.read()
         return not self._is_this(identity)  # else the others have given up waiting for this rank
 
-    def _leave_out(self, store: TimedStore, other: Identity) -> None:
+    def _fail(self, store: TimedStore, identity: Identity, error: CheckpointError) -> None:
+        """Report, on another rank than 0, that this one does not take part, unless it has reported."""
         report = self._key(f"report/{self._rank}")
-        if store.has(report):  # rank 0 was late: this rank has done its part
-            return
-        error = RankFailedError(
-            "save was called here earlier, when rank 0 was at another one: one of the ranks has missed a save",
-            path=other[0],
-            remedy="call save on all ranks together, the same number of times",
-        )
-        store.set(report, f"{json.dumps([other, encode_error(error)])}\n")
+        if not store.has(report):
+            store.set(report, f"{json.dumps([identity, encode_error(error)])}\n")
+            self._outcome(store).heard()
 
     def _is_this(self, identity: Identity) -> bool:
         (path, of), (own_path, own) = identity, self._identity
@@ -174,7 +202,13 @@ class JointSave:
                 return commit([_text_of(report)])
             if self._rank == 0:
                 return self._decide(self._store, report, commit)
-            return self._learn(self._store, report)
+            try:
+                return self._learn(self._store, report)
+            except Exception:
+                raise
+            except BaseException as error:
+                do_through(self._give_up, error)
+                raise
         finally:
             self._note_concluded()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import linecache
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from ckpt_core._commit.joint_save import JointSave, SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
+from tests.support.interrupting import at_every_moment
 
 SECONDS = 60.0  # longer than anything here takes
 
@@ -404,3 +407,31 @@ def test_a_thousand_ranks_report_in_seconds() -> None:
     assert joint.conclude(text, lambda reports: sizes.append(sum(map(len, reports))) or len(reports)) == world
     assert sizes == [world * 50_000]
     assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_ctrl_c_at_any_line_of_a_save_is_told_to_the_other_rank(series: Any, who: int) -> None:
+    def interrupt() -> None:
+        frame = sys._getframe()
+        while not frame.f_code.co_filename.endswith("_commit/joint_save.py"):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        is_reported = frame.f_code.co_name != "_join" and not line.startswith(
+            ("own_error", "head", "self.undecided = T")
+        )
+        if not is_reported and line != "try:":
+            raise KeyboardInterrupt
+
+    ranks, interrupted = series(2), 0
+    for number, run in enumerate(at_every_moment(("_commit/joint_save.py",), interrupt, opcodes=False)):
+        other: list[Any] = []
+        thread = threading.Thread(target=lambda: other.extend(together(lambda: save(ranks[1 - who], f"/{number}"))))  # noqa: B023
+        thread.start()
+        try:
+            run(lambda: save(ranks[who], f"/{number}"))  # noqa: B023
+        except KeyboardInterrupt:
+            interrupted += 1
+        thread.join(SECONDS / 2)
+        assert not thread.is_alive(), f"the other rank waits for one that has given up save {number}"
+    assert interrupted > 4
