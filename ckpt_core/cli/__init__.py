@@ -1,106 +1,24 @@
 """The ``ckpt`` command: look at, trust and move checkpoints from a shell.
 
-``parser``: what all verbs share; how to add one. ``output``, ``progress``: tables, sizes, JSON, progress bars.
-``finding``: the checkpoints that a path of the command line means. Everything else: one file for each group of verbs.
+``command``: the list of verbs. ``parser``: what all verbs share; how to add one. ``output``, ``progress``: tables,
+sizes, JSON, progress bars. ``finding``: the checkpoints that a path of the command line means. Everything else: one
+file for each group of verbs.
 """
 
 from __future__ import annotations
 
-import codecs
-import os
 import sys
 from collections.abc import Sequence
 
-from ckpt_core.cli import (
-    comparing,
-    completion,
-    converting,
-    disk_usage,
-    doctor,
-    inspecting,
-    latest,
-    listing,
-    moving,
-    rehearsing,
-    report,
-    tidying,
-    verifying,
-)
-from ckpt_core.cli.output import fail
-from ckpt_core.cli.parser import STORE_OPTIONS, Exit, parse
-from ckpt_core.errors import CheckpointError, StorageError
-
 __all__ = ["main"]
-
-# In the order of the help.
-_VERBS = (
-    listing.add_commands,
-    latest.add_commands,
-    inspecting.add_commands,
-    verifying.add_commands,
-    comparing.add_commands,
-    converting.add_commands,
-    report.add_commands,
-    rehearsing.add_commands,
-    moving.add_commands,
-    disk_usage.add_commands,
-    tidying.add_commands,
-    doctor.add_commands,
-    completion.add_commands,
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with the words after ``ckpt``, by default this process's; return its exit code (``Exit``)."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
-        if getattr(sys, name) is None:  # closed by who started the command; no checkpoint may get its number
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
-    if hasattr(sys.stdout, "reconfigure"):
-        codecs.register_error("ckpt-names", _bytes_of_a_name)
-        sys.stdout.reconfigure(errors="ckpt-names")
+    """Run the command with the words after ``ckpt``, by default this process's; return its exit code."""
     try:
-        try:
-            code = _run(arguments)
-        finally:
-            sys.stdout.flush()  # also what --help printed, before it ended the process
+        from ckpt_core.cli.command import run  # here, because Ctrl-C during the imports is no traceback, either
+
+        return run(arguments)
     except KeyboardInterrupt:
         print("ckpt: interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
-    except OSError as error:
-        # Nobody reads any more, or what is printed has no room.
-        is_closed = isinstance(error, BrokenPipeError)
-        if not is_closed:
-            print(f"ckpt: {error}", file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:  # the interpreter would fail once more when it flushes at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.CLOSED_PIPE if is_closed else Exit.FAILED
-    return int(code)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    options = parse(arguments, _VERBS)
-    if options is None:
-        return Exit.OK
-    try:
-        return int(options.run(options))
-    except CheckpointError as error:
-        code = fail(options, error, Exit.FAILED)
-        if isinstance(error, StorageError) and "://" in (error.path or ""):
-            print(f"  of a store: {STORE_OPTIONS}", file=sys.stderr)
-        return code
-    except OSError as error:
-        if not (error.filename and error.strerror):
-            raise  # of the output itself
-        return fail(options, f"{error.filename}: {error.strerror}", Exit.FAILED)
-
-
-def _bytes_of_a_name(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return what the output's encoding has no letters for as the bytes that it has in names of files, or escaped."""
-    if isinstance(error, UnicodeEncodeError):
-        try:
-            return os.fsencode(error.object[error.start : error.end]), error.end
-        except UnicodeEncodeError:
-            pass
-    return codecs.backslashreplace_errors(error)
+        return 130  # Exit.INTERRUPTED, which may be what was being imported

@@ -299,3 +299,26 @@ def test_latest_prints_the_bytes_of_a_name_whatever_the_encoding(encoding: str) 
         environment = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
         done = subprocess.run([*COMMAND, "latest", directory], env=environment, capture_output=True, check=True)
         assert os.path.isfile(done.stdout.removesuffix(b"\n")), done
+
+
+INTERRUPTED = """
+import sys, signal
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+from ckpt_core.cli import main
+sys.exit(main(["verify", "run"]))
+"""
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("module", ["ckpt_core.cli.parser", "argparse", "ckpt_core.cli.doctor", "torch"])
+def test_ctrl_c_during_the_imports_is_no_traceback(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ckpt: interrupted\n")

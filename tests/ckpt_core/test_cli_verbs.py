@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
-from ckpt_core.cli import _VERBS, main
+from ckpt_core.cli import main
+from ckpt_core.cli.command import _VERBS
 from ckpt_core.cli.parser import Commands, _Parser
 from ckpt_core.interchange import load_whole
 from ckpt_core.storage import LocalStorage
