@@ -106,7 +106,7 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     into = is_many or given.endswith("/") or _is_plain_directory(given, target_options)
     for info in infos if removes else []:
         _refuse_what_stays(info.path, info.is_directory)
-    done = []
+    done: list[dict[str, Any]] = []
     with progress(options, "mv" if removes else "cp", _MOVED * sum(info.size for info in infos)):
         for info in infos:
             target = f"{given.rstrip('/')}/{info.name}" if into else given
@@ -119,6 +119,11 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
                     raise
                 failures[info.path] = error  # damaged, or deleted meanwhile
                 continue
+            except CheckpointError as error:
+                if not done:
+                    raise
+                failures[info.path] = error  # of the store: the others would fail, too
+                break
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"

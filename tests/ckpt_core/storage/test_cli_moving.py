@@ -137,6 +137,18 @@ def test_cp_replaces_another_checkpoint_only_if_it_is_told(run: Path, tmp_path: 
     assert files.load(one) == {"step": 1}
 
 
+@pytest.mark.parametrize("verb", ["cp", "mv"])
+def test_what_was_done_before_the_target_refused_is_said(verb: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = tmp_path / "there"
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts(7), target / "step=30", step=7)  # another one, in the way
+    assert main([verb, *(str(run / f"step={step}") for step in (10, 20, 30, 40)), str(target), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert [entry["target"] for entry in json.loads(captured.out)] == [f"{target}/step=10", f"{target}/step=20"]
+    assert captured.err.count("ckpt: StorageError") == 1 and f"{target}/step=30" in captured.err
+    assert sorted(os.listdir(target)) == ["step=10", "step=20", "step=30"]
+
+
 def test_mv_deletes_what_has_arrived(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     assert main(["keep", str(run / "step=20"), "--note", "v1"]) == 0
