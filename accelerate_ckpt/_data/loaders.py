@@ -71,6 +71,7 @@ class LoaderPositions:
         self._between: _BetweenEpochs | None = None
         self._told: set[str] = set()
         self._draws_between_epochs = self._are_repeats_told = False
+        self.leaves_loaders = False  # where they are, by the last restore: as stock, in a process that has trained
         self._begun_first: list[LoaderPosition] = []  # before this process has trained, if it began from nothing
         self._began_with_evaluation: bool | None = None  # what a resumed run's first process knew of it
         self._unless_evaluated: tuple[str, set[int]] | None = None
@@ -440,12 +441,14 @@ class LoaderPositions:
         self._restored_rng, self._uses_at_restore = rng, self.uses.count
         # a run that has its place in the data gets an earlier state of the model back
         rolls_back = any(position is not None and position.has_trained for position in positions)
+        self.leaves_loaders = False
         for number, position in enumerate(positions):
             if position is None:
                 continue
             position.is_restored = False
             if number in self._waiting and rolls_back and not position.loader.use_stateful_dataloader:
                 position.offer(self._waiting.pop(number))
+                self.leaves_loaders = True
             elif number in self._waiting:
                 self._give_same(number, position)
         if rolls_back:

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 _INEXACT = "not exact, see the warning"
 _IF_AS_READ = "exact if data that is read again is as it was, which is compared"
+_LOADERS_STAY = "loaders stay where they are, because this process has trained"
 _BUT_AN_END = (
     ", but it was saved in the body of an epoch's last batch: a script that begins with the next epoch does not "
     "repeat what it does after an epoch (save after that)"
@@ -366,6 +367,8 @@ class _Ours:
         outcome = f"exact{_BUT_AN_END if in_last_body else ''}" if is_exact else _INEXACT
         if is_exact and session.data.is_yet_compared:
             outcome = _IF_AS_READ
+        if is_exact and session.data.leaves_loaders:
+            outcome = _LOADERS_STAY
         session.announce(point.in_words(outcome, self._size, time.monotonic() - self._begun))
 
     def _load_models(self) -> None:

@@ -508,7 +508,10 @@ def test_a_save_before_the_batch_is_used_is_said(
 
 
 @pytest.mark.parametrize("at", [3, 4])
-def test_a_load_in_the_middle_of_a_loop_leaves_the_data_where_it_is(at: int, tmp_path: Path) -> None:
+def test_a_load_in_the_middle_of_a_loop_leaves_the_data_where_it_is(
+    at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     process = Process(tmp_path, save_at=(3,))
     loader = process.loader()
     for epoch in range(3):
@@ -519,6 +522,7 @@ def test_a_load_in_the_middle_of_a_loop_leaves_the_data_where_it_is(at: int, tmp
             if (epoch, step) == (0, at):
                 process.accelerator.load_state(str(tmp_path / "3"))
         assert sorted(given) == list(range(2 * BATCHES))
+    assert "; loaders stay where they are, because this process has trained" in caplog.text
 
 
 def test_the_best_state_for_a_second_stage_begins_its_epochs_at_the_beginning(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_it_says_where_it_resumes_and_what_its_saves_cost(tmp_path: Path, caplog
     caplog.set_level(logging.INFO, logger="accelerate_ckpt")
     run = Run(accelerator_of())
     run.train(3, save_after=3, path=tmp_path / "saved")
-    run.accelerator.load_state(tmp_path / "saved")
+    Run(accelerator_of()).accelerator.load_state(tmp_path / "saved")
     run.accelerator.end_training()
     resumed, ended = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
     where = rf"resuming from {re.escape(str(tmp_path))}/saved: epoch 0, batch 3, step 3"
