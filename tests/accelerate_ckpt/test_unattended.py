@@ -200,6 +200,7 @@ TOLD = """
     accelerator.load_state()
     if accelerator.resumed and moment == "before":
         os.kill(os.getpid(), number)
+        threading.Event().wait(300)  # until the signal ends it
     if accelerator.resumed and moment == "waiting":  # for another rank, where Python runs no handlers
         threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
         torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"])
@@ -208,6 +209,7 @@ TOLD = """
         optimizer.step()
         if accelerator.resumed and moment == "training":
             os.kill(os.getpid(), number)
+            threading.Event().wait(300)
         optimizer.zero_grad()
     accelerator.save_state("run/checkpoints/one")
     if accelerator.resumed is None:
