@@ -178,8 +178,9 @@ def _exact(state: Any) -> str:
     shared = state.get("replicated") if isinstance(state, Mapping) else None
     noted, changed = (shared.get("notes"), shared.get("changed")) if isinstance(shared, Mapping) else (None, None)
     if noted:
-        return f"no: {'; '.join(noted)}"
-    lost = [f"{owner}.{name}" for owner, names in changed.items() for name in names] if changed else []
+        return f"no: {'; '.join(map(str, noted))}"
+    owners = changed.items() if isinstance(changed, Mapping) else ()
+    lost = [f"{owner}.{name}" for owner, names in owners for name in names]
     if lost:
         return f"yes, unless it needs {', '.join(lost)}, which training had changed and no state holds"
     return "yes"

@@ -88,6 +88,8 @@ def test_inspect_says_why_a_resume_is_not_exact(directory: Path, capsys: pytest.
     ("noted", "exact"),
     [
         ({"notes": [], "changed": {"module": {}}}, "yes"),
+        ({"notes": [7], "changed": 1}, "no: 7"),
+        ({"changed": ["of another program"]}, "yes"),
         ({"notes": ["a batch was interrupted"], "changed": {"module": {"ema": "1"}}}, "no: a batch was interrupted"),
         (
             {"notes": [], "changed": {"module": {"ema": "1", "best": "2"}}},
