@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.save import CONTENDERS, measure, peak_extra_memory
+from benchmarks.save import CONTENDERS, is_limit, measure, peak_extra_memory
 from benchmarks.states import state_for, tensor_bytes, tensors_in
 
 
@@ -29,7 +29,7 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     )
     timings = measure(state, directory, repeats=options.repeats, idle_seconds=options.idle)
     del state
-    contenders = [name for name in CONTENDERS if not name.startswith("limit")]
+    contenders = [name for name in CONTENDERS if not is_limit(name)]
     memory = {name: _memory_in_own_process(name, options, directory) for name in contenders}
     copy = timings["limit: one copy into a reused buffer"].stall
     write = timings["limit: raw direct write"].durable
