@@ -79,7 +79,6 @@ class CutShard(CutMember):
     ) -> None:
         super().__init__(name, generation, snapshot_id, options)
         self.state = state
-        self.duplicates = 0
         self.version = 0
         # Pieces and last update of each stream that were taken in order; those that are held back are not applied yet.
         self._taken = dict(positions)
@@ -120,7 +119,6 @@ class CutShard(CutMember):
         stream = header.update.stream
         effects = self._admit(header.tag, (stream,), header.incarnation, now)
         if header.piece <= self._taken[stream] or header.piece in self._early[stream]:
-            self.duplicates += 1
             return effects
         self._early[stream][header.piece] = (header, payload)
         while (piece := self._early[stream].pop(self._taken[stream] + 1, None)) is not None:

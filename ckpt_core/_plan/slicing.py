@@ -40,12 +40,10 @@ class WritePlanCache:
     on: another placement, mesh or number of ranks shows in the pieces or the holders. Tensors are not kept.
 
     Attributes:
-        hits: How often a remembered plan was used.
         misses: How often a plan was made.
     """
 
     def __init__(self) -> None:
-        self.hits = 0
         self.misses = 0
         self._plans: dict[tuple[Structure, int], Plan] = {}
 
@@ -63,8 +61,6 @@ class WritePlanCache:
             plan = _plan(structure, rank)
             if len(self._plans) == MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-        else:
-            self.hits += 1
         # The last one used goes to the end, away from where the next one to forget is taken.
         self._plans[structure, rank] = plan
         return _pieces(tensors, plan)

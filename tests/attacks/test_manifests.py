@@ -16,9 +16,10 @@ import torch
 
 from ckpt_core import Checkpointer, CheckpointError, verify
 from ckpt_core._layouts.torch_file.manifest import FOOTER_SIZE, MANIFEST_NAME, Footer, pieces
-from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
+from ckpt_core._layouts.torch_file.zip_format import ZipRecord, local_header
 from ckpt_core.digest import digest, digest_of_parts
 from tests.conftest import ScriptRunner
+from tests.support.archives import central_directory
 
 Document = dict[str, Any]
 

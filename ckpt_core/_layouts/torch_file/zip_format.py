@@ -8,7 +8,7 @@ and 4.5.3.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
@@ -51,12 +51,6 @@ def local_header(name: str, header_offset: int, size: int, *, alignment: int, cr
     )
     record = ZipRecord(name, header_offset, without_padding + padding, size, crc)
     return record, header + encoded + extra
-
-
-def central_directory(records: Sequence[ZipRecord], offset: int, comment: bytes) -> bytes:
-    """Return the end of the archive: the directory of ``records``, to stand at ``offset``, and the comment."""
-    entries = central_entries(records)
-    return entries + central_end(len(records), len(entries), offset, comment)
 
 
 def central_entries(records: Iterable[ZipRecord]) -> bytes:

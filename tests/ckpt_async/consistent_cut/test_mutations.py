@@ -116,9 +116,10 @@ class FoldsEverything(CutShard):
 
 class NoDeduplication(CutShard):
     def on_push(self, header: PushHeader, payload: Any, now: float) -> list[Effect]:
+        stream = header.update.stream
+        came_before = header.piece <= self._taken[stream] or header.piece in self._early[stream]
         effects = super().on_push(header, payload, now)
-        if self.duplicates:
-            self.duplicates = 0
+        if came_before:
             self.state.apply(header.update, payload)
         return effects
 

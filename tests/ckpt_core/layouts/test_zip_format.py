@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
+from ckpt_core._layouts.torch_file.zip_format import ZipRecord, local_header
+from tests.support.archives import central_directory
 
 GIB = 2**30
 
