@@ -16,7 +16,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, ProjectConfiguration
 
-from accelerate_ckpt._patches import Patches
+from accelerate_ckpt._private.replacing import Patches
 from accelerate_ckpt._state.just_in_time import note_start, note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import load_state
 from accelerate_ckpt._state.save import save_deferred, save_snapshot, save_state

@@ -1,6 +1,7 @@
 """Checksums of the bytes on disk.
 
-A fast non-cryptographic hash at memory speed: it finds flipped, missing and mixed-up bytes, not an attacker.
+A fast non-cryptographic hash at memory speed: it finds flipped, missing and mixed-up bytes, not an attacker. A file's
+are taken while it is written: see ``digested_window`` of ``_layouts``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ckpt_core import tree
-from ckpt_core._devices.checking import device_to_check, peak_bytes, pinned_copy_rate
+from ckpt_core._devices.measuring import device_to_check, peak_bytes, pinned_copy_rate
 from ckpt_core._devices.streams import wait_for_devices
 from ckpt_core.checkpointer import Checkpointer
 from ckpt_core.directory import DirectoryCheckpointer, Kind, Part

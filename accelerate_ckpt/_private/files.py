@@ -21,7 +21,7 @@ import accelerate
 import safetensors
 from accelerate import accelerator as accelerator_module
 
-from accelerate_ckpt._patches import Patches
+from accelerate_ckpt._private.replacing import Patches
 from ckpt_core import awaited_paths
 from ckpt_core.errors import CheckpointError
 

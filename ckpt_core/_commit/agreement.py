@@ -1,4 +1,7 @@
-"""Ranks agree on small things without a collective: a call on one rank alone ends in an error, not in a hang."""
+"""Ranks agree on small things without a collective: a call on one rank alone ends in an error, not in a hang.
+
+What becomes of a save, they learn in ``joint_save``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One state is copied into a buffer: begun, written from meanwhile, sealed or given up; and never torn unseen."""
+"""One state is copied into a buffer: begun, written from meanwhile, and sealed, or given up if the copy is torn."""
 
 from __future__ import annotations
 

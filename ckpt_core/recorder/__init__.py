@@ -1,13 +1,14 @@
 """The flight recorder: what each step of a training did, in a file that survives SIGKILL.
 
 A resumed run does again what the interrupted one did after its last checkpoint. The recorder compares the two, step by
-step, and says at the end of the repeated steps that they were equal, or at the first difference what differs.
+step (``flight_recorder``), and says at the end of the repeated steps that they were equal, or at the first difference
+what differs.
 """
 
 from __future__ import annotations
 
 from ckpt_core.recorder.fingerprints import WeightSample, digest_batch, digest_generators, digest_numbers
-from ckpt_core.recorder.flight import FlightRecorder, Verdict, rates_of, say
+from ckpt_core.recorder.flight_recorder import FlightRecorder, Verdict, rates_of, say
 from ckpt_core.recorder.ring import Record, record_path
 
 __all__ = [

@@ -18,7 +18,7 @@ import xxhash
 
 from ckpt_core.recorder import FlightRecorder, Record, Verdict, WeightSample, digest_batch, digest_generators
 from ckpt_core.recorder.fingerprints import WHOLE_BYTES
-from ckpt_core.recorder.flight import _WAITING_FOR_LOSS
+from ckpt_core.recorder.flight_recorder import _WAITING_FOR_LOSS
 from ckpt_core.recorder.ring import CAPACITY, Ring, record_path
 from ckpt_core.state.rng import RngState
 from tests.conftest import ScriptRunner
@@ -381,7 +381,7 @@ def test_a_loss_that_is_late_is_recorded_and_compared(runs: Runs, monkeypatch: p
         def take(self) -> float:
             return float(self.value)
 
-    monkeypatch.setattr("ckpt_core.recorder.flight._value_of", lambda loss: (None, Late(loss)))
+    monkeypatch.setattr("ckpt_core.recorder.flight_recorder._value_of", lambda loss: (None, Late(loss)))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     saved = saved_at(runs, 0, 4)  # nothing of it is written: its losses were not there when it died
     assert not os.path.exists(runs.path)

@@ -1,4 +1,4 @@
-"""Methods of Accelerate's classes are replaced, once, and put back."""
+"""How methods of Accelerate's classes are replaced, once, and put back; which they are, ``_attach`` says."""
 
 from __future__ import annotations
 
