@@ -7,9 +7,38 @@ from typing import Any
 
 import torch
 
+from ckpt_core.errors import SerializationError
+
 _SMALL = 8  # values
 _PLAIN = (int, float, str, type(None))
+_MOST_REPEATS = 10**6
 PLAIN_TYPES = frozenset((int, float, str, bytes, bool, type(None)))  # in which there is nothing else
+
+
+class Repeats:
+    """Counts the containers of a state that are there again, for code that visits each of their places.
+
+    A list of the same list twice, in a list of that one twice, and so on, has twice as many places with each level.
+    """
+
+    def __init__(self) -> None:
+        self._met: set[int] = set()
+        self._again = 0
+
+    def meet(self, node: Any, key: str) -> None:
+        """Note a container; raise SerializationError if too many that hold others have been met before."""
+        if id(node) not in self._met:
+            self._met.add(id(node))
+            return
+        items = node.values() if isinstance(node, Mapping) else node
+        if any(isinstance(item, (Mapping, list, tuple)) for item in items):
+            self._again += 1
+            if self._again > _MOST_REPEATS:
+                raise SerializationError(
+                    f"the state has the same lists or dictionaries in more than {_MOST_REPEATS:,} places",
+                    key=key,
+                    remedy="let it have each of them in one place",
+                )
 
 
 def join_key(prefix: str, key: object) -> str:
@@ -22,13 +51,14 @@ def leaves(tree: Any, prefix: str = "", *, repeats: bool = False) -> Iterator[tu
 
     A container met again (the same object) is walked once, so a cycle ends; but one of few plain values, such as the
     ``betas`` that all groups of an optimizer share, each time. With ``repeats``, only a container inside itself is left
-    out, so that a state that shares lists has the same names as one that does not.
+    out, so that a state that shares lists has the same names as one that does not (up to :class:`Repeats`).
 
     Examples:
         >>> list(leaves({"a": [1, {"b": 2}]}))
         [('a.0', 1), ('a.1.b', 2)]
     """
     seen: set[int] = set()
+    met = Repeats()
     stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter([(prefix, tree)]))]
     while stack:
         for name, node in stack[-1][1]:
@@ -36,6 +66,8 @@ def leaves(tree: Any, prefix: str = "", *, repeats: bool = False) -> Iterator[tu
             if children is None:
                 yield name, node
             elif id(node) not in seen or _is_small(node):
+                if repeats:
+                    met.meet(node, name)
                 seen.add(id(node))
                 stack.append((id(node), children))
                 break

@@ -53,6 +53,25 @@ _PARTS_OF_COMPLEX = {torch.complex32: "F16", torch.complex64: "F32", torch.compl
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+class UnknownTypeError(ValueError):
+    """A checkpoint has a type of elements that a newer torch has, and this one has not."""
+
+    def refusal(self, path: str, key: str | None = None) -> CheckpointFormatError:
+        """Return what a reader of that checkpoint raises."""
+        return CheckpointFormatError(
+            f"the checkpoint was saved with a newer version of torch: {self}",
+            path=path,
+            key=key,
+            remedy="update torch",
+        )
+
+
+def check_known(name: object) -> None:
+    """Raise UnknownTypeError for what may be the name of a type, but not one of this version of torch."""
+    if isinstance(name, str) and name.isidentifier() and not hasattr(torch, name):
+        raise UnknownTypeError(f"{torch.__version__} has no type {name!r}")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name without the prefix: ``"float32"``."""
     return str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_core import Catalog, CheckpointCorruptedError, CheckpointError
+from ckpt_core import Catalog, CheckpointCorruptedError, CheckpointError, CheckpointFormatError
 from ckpt_core._layouts.directory.manifest import Manifest
 from ckpt_core.catalog import RECORD_OF_RESUMES
 from ckpt_core.cli import main
@@ -220,6 +220,24 @@ CHANGES = {
         model=document["parts"]["model"]
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [set_in("parts.model.types.0.0", "float3_e1m1"), set_in("parts.model.state.n", {"$dtype": "float3_e1m1"})],
+    ids=["of a tensor", "of a value"],
+)
+def test_a_type_that_a_newer_torch_has(
+    saved: Path, attack: Callable[[bytes], Path], change: Callable[[Any], None]
+) -> None:
+    document = document_of(saved)
+    change(document)
+    error = refused(attack(encoded(document)))
+    assert isinstance(error, CheckpointFormatError)
+    assert "saved with a newer version of torch" in str(error)
+    assert "has no type 'float3_e1m1'" in str(error)
+    assert "update torch" in str(error)
+    assert error.path is not None
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())

@@ -587,6 +587,15 @@ def test_diff_takes_a_shared_list_in_a_file_for_those_in_a_directory(tmp_path: P
     assert main(["diff", str(tmp_path / "b.ckpt"), str(tmp_path / "b.ckpt")]) == 0
 
 
+def test_diff_refuses_more_places_than_can_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state: list[Any] = [1]
+    for _ in range(40):
+        state = [state, state]
+    Checkpointer(strategy="sync").save({"model": state}, tmp_path / "a.ckpt")
+    assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")]) == 2
+    assert "the same lists or dictionaries in more than 1,000,000 places" in capsys.readouterr().err
+
+
 def test_diff_sees_bits_that_compare_as_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, zero in (("a", 0.0), ("b", -0.0)):
         Checkpointer(strategy="sync").save({"w": torch.tensor(zero)}, tmp_path / name)

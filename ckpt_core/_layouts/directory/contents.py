@@ -20,7 +20,7 @@ from ckpt_core._layouts.directory.manifest import Kind, Manifest, PartRecord, Sh
 from ckpt_core._layouts.directory.matching import Reference, key_of, tensor_paths
 from ckpt_core._layouts.directory.safetensors_file import IntArray, block_begins, file_order
 from ckpt_core._layouts.directory.skeleton import Unresolved, decode_structure
-from ckpt_core._layouts.safetensors import TensorInfo
+from ckpt_core._layouts.safetensors import TensorInfo, UnknownTypeError
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StateMismatchError
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME
@@ -277,6 +277,8 @@ class Contents:
         """Turn a ``ValueError`` about the manifest into a ``CheckpointCorruptedError`` that names the checkpoint."""
         try:
             yield
+        except UnknownTypeError as error:
+            raise error.refusal(self._path, key) from error
         except ValueError as error:
             raise CheckpointCorruptedError(
                 f"the checkpoint's manifest is invalid: {error}",

@@ -16,7 +16,14 @@ from typing import Any, Literal, NoReturn
 from ckpt_core._layouts.directory.file_names import check_extra_name, check_part_name, check_save_id, check_shard_name
 from ckpt_core._layouts.directory.safetensors_file import ALIGNMENT, DIGEST_BYTES
 from ckpt_core._layouts.directory.skeleton import Json, decode_plain
-from ckpt_core._layouts.safetensors import DTYPES, LARGEST_HEADER, TensorInfo, dtype_name
+from ckpt_core._layouts.safetensors import (
+    DTYPES,
+    LARGEST_HEADER,
+    TensorInfo,
+    UnknownTypeError,
+    check_known,
+    dtype_name,
+)
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import ALGORITHM, digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
@@ -94,13 +101,15 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointFormatError: It is another program's, or of a newer version.
+            CheckpointFormatError: It is another program's, or of a newer version of ckpt_core or torch.
             CheckpointCorruptedError: A byte differs from what was saved, or the content makes no sense.
         """
         _check_bytes(data, path)
         try:
             known = json.loads(data, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
             return dataclasses.replace(_manifest(known), stamp=Stamp.read(data))
+        except UnknownTypeError as error:
+            raise error.refusal(path) from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointCorruptedError(
                 f"the checkpoint's manifest is invalid: {error}", path=path, remedy=_REMEDY
@@ -265,7 +274,8 @@ def _part(document: Any) -> PartRecord:
 
 def _type(dtype: Any, shape: Any) -> TensorInfo:
     if dtype not in DTYPES:
-        raise ValueError(f"this version of torch has no type {dtype!r} for a tensor")
+        check_known(dtype)
+        raise ValueError(f"{dtype!r} is not the type of a tensor")
     extent = tuple(map(_number, _list(shape)))
     if math.prod(max(1, size) for size in extent) * DTYPES[dtype].itemsize > _LARGEST_NUMBER:
         raise ValueError(f"there is not a tensor of shape {list(extent)}")

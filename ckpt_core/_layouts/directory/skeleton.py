@@ -26,10 +26,11 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ckpt_core._layouts.safetensors import check_known
 from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
 from ckpt_core._plan import QUANTIZED_TYPES
 from ckpt_core.errors import CheckpointFormatError, SerializationError, UnsafeCheckpointError
-from ckpt_core.tree import join_key
+from ckpt_core.tree import Repeats, join_key
 from ckpt_core.weights_only import reason_of, refused_in
 
 Json = Any  # what json.dumps takes and json.loads returns
@@ -84,6 +85,7 @@ class _Encoder:
         self._any_tensor = any_tensor
         self._indices: dict[Any, int] = {}
         self._parents: list[int] = []
+        self._repeats = Repeats()
 
     def encode(self, node: Any, name: str) -> Json:
         kind = type(node)
@@ -150,6 +152,7 @@ class _Encoder:
             self._refuse("the state contains itself", name, "break the circle before saving")
         if len(self._parents) >= _MAXIMUM_DEPTH:
             self._refuse(f"the state is nested more than {_MAXIMUM_DEPTH} deep", name, "save a flatter state")
+        self._repeats.meet(node, join_key(self._key, name))
         self._parents.append(id(node))
         try:
             return self._encode_items(node, name)
@@ -516,7 +519,8 @@ def _integer(value: Any) -> int:
 
 def _dtype_name(name: Any) -> str:
     if not isinstance(getattr(torch, str(name), None), torch.dtype):
-        raise TypeError(f"torch has no type {name!r}")
+        check_known(name)
+        raise TypeError(f"{name!r} is not a type of torch")
     return str(name)
 
 

@@ -10,7 +10,7 @@ import io
 import itertools
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[st
     except pickle.UnpicklingError:
         refused = set()  # an integer is to blame
     try:
-        found = dict(_blamed(_Unpickler(io.BytesIO(pickled)).load(), "", refused))
+        found = dict(_blamed(_Unpickler(io.BytesIO(pickled)).load(), "", refused, set()))
     except Exception:  # noqa: BLE001 - stand-ins cannot do all that the real ones can
         found = {}
     return found or {"": ", ".join(sorted(refused)) or "an object"}
@@ -100,34 +100,36 @@ def _attribute(owner: Any, name: str) -> type[_StandIn]:
     return type(name, (_StandIn,), {"name": f"{parent}.{name}", "globals": needed | {_GETATTR}})
 
 
-def _blamed(node: Any, key: str, refused: set[str]) -> Iterator[tuple[str, str]]:
+def _blamed(node: Any, key: str, refused: set[str], seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that are to blame, and why; of a container that is in several places, those of the first."""
+    if isinstance(node, (dict, list, tuple)):
+        if id(node) in seen:
+            return
+        seen.add(id(node))
     if isinstance(node, dict):
         for name, value in node.items():
-            for what in itertools.islice(_reasons(name, refused), 1):
+            for what in itertools.islice(_reasons(name, refused, set()), 1):
                 yield f"a key in {key}" if key else "a key", what
-            yield from _blamed(value, join_key(key, name), refused)
+            yield from _blamed(value, join_key(key, name), refused, seen)
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
-            yield from _blamed(value, join_key(key, index), refused)
+            yield from _blamed(value, join_key(key, index), refused, seen)
     else:
-        for what in itertools.islice(_reasons(node, refused), 1):
+        for what in itertools.islice(_reasons(node, refused, set()), 1):
             yield key, what
 
 
-def _reasons(node: Any, refused: set[str]) -> Iterator[str]:
+def _reasons(node: Any, refused: set[str], seen: set[int]) -> Iterator[str]:
     if isinstance(node, int) and node.bit_length() > _LONGEST_INTEGER:
         yield f"an integer of {node.bit_length()} bits"
     elif isinstance(node, type) and issubclass(node, _StandIn):
         if node.globals & refused:
             yield node.name
-    elif isinstance(node, _StandIn):
-        yield from _reasons(type(node), refused)
-        for part in node.parts:
-            yield from _reasons(part, refused)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from _reasons(key, refused)
-            yield from _reasons(value, refused)
-    elif isinstance(node, (list, tuple, set, frozenset)):
-        for item in node:
-            yield from _reasons(item, refused)
+    elif isinstance(node, (_StandIn, dict, list, tuple, set, frozenset)) and id(node) not in seen:
+        seen.add(id(node))
+        if isinstance(node, _StandIn):
+            parts: Iterable[Any] = (type(node), *node.parts)
+        else:
+            parts = itertools.chain.from_iterable(node.items()) if isinstance(node, dict) else node
+        for part in parts:
+            yield from _reasons(part, refused, seen)

@@ -231,6 +231,26 @@ def test_a_state_that_contains_itself_is_refused() -> None:
     assert caught.value.key == "state.a.b.0"
 
 
+def test_a_list_of_the_same_list_twice_and_so_on_is_refused() -> None:
+    tree: list[Any] = [1]
+    for _ in range(40):
+        tree = [tree, tree]
+    with pytest.raises(SerializationError, match="in more than 1,000,000 places") as caught:
+        encode_plain({"a": tree}, key="state")
+    assert caught.value.key.startswith("state.a.")
+
+
+def test_plain_lists_may_be_in_any_number_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_core.tree._MOST_REPEATS", 3)
+    shared = [0.9, 0.999]
+    skeleton, _ = encode_plain([shared] * 10, key="state")
+    assert skeleton == [shared] * 10
+    skeleton, _ = encode_plain([[shared]] * 4, key="state")
+    assert skeleton == [[shared]] * 4
+    with pytest.raises(SerializationError):
+        encode_plain([[shared]] * 5, key="state")
+
+
 def test_sets_in_sets_that_exhaust_the_stack_are_refused() -> None:
     tree: Any = 1
     for _ in range(199):

@@ -69,6 +69,19 @@ def test_a_tensor_without_its_memory_is_refused_by_key(
     assert list(tmp_path.glob("[!.]*")) == []
 
 
+def test_lists_of_the_same_lists_beside_an_object_are_saved_in_one_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lists: list[Any] = [Colour.RED]
+    for _ in range(40):
+        lists = [lists, lists]
+    state = {"lists": lists, "object": argparse.Namespace(inside=lists)}
+    with Checkpointer(strategy="async") as checkpointer:
+        checkpointer.save(state, tmp_path / "a.ckpt")
+    assert "object" in caplog.text
+    assert checkpointer.load(tmp_path / "a.ckpt", weights_only=False)["object"].inside[0][1] is not None
+
+
 def test_a_tensor_inside_a_transform_is_refused_by_key(save: Save) -> None:
     errors = []
 
