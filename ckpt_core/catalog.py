@@ -34,7 +34,7 @@ from ckpt_core.option_checks import (
 )
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
-from ckpt_core.storage import Storage, is_remote, local_path, storage_for
+from ckpt_core.storage import Storage, is_remote, local_path, refuse_missing_bucket, storage_for
 from ckpt_core.threads import run_parallel
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
@@ -292,14 +292,15 @@ class Catalog:
             {"suffix": check_text, "listeners": check_functions, **{n: or_none(check) for n, check in checks.items()}},
             locals(),
         )
-        self.root = self._saved_in = local_path(root)
+        self.root = self._saved_in = self._uploaded_to = local_path(root)
         self._memory = None if memory is None else Catalog(memory, suffix=suffix)
         self._suffix = suffix
         self._levels = levels
         if tiers is not None and tiers.covers(self.root):
             storage = TieredStorage(tiers, local=storage, storage_options=storage_options)
-            self._saved_in = tiers.local_path(self.root)
+            self._saved_in, self._uploaded_to = tiers.local_path(self.root), tiers.remote_path(self.root)
         self._storage = storage or storage_for(self.root, storage_options)
+        self._storage_options = storage_options
         self._listeners = listeners
         self._stamps: dict[CheckpointInfo, Stamp | None] = {}  # None: not readable
         self.passed_over: dict[str, CheckpointError] = {}
@@ -388,10 +389,13 @@ class Catalog:
 
         Raises:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, but none can be used.
+            CheckpointNotFoundError: There is no such bucket.
         """
         self.passed_over = {}
         wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
+        if not by_age:
+            refuse_missing_bucket(self._uploaded_to, self._storage_options)
 
         def place(info: CheckpointInfo) -> Catalog:
             return self._memory if self._memory is not None and info in in_memory else self

@@ -47,6 +47,7 @@ from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.optimizer_types import restore_types, states_in_order
+from ckpt_core.storage import refuse_missing_bucket
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ def _newest_of_run(session: Session, root: str, auto: AutoResume) -> str | None:
     if session.accelerator.project_configuration.automatic_checkpoint_naming:
         found = candidates(root, session.config.storage_options, session.tiers)
     else:  # of any name
-        options = session.config.storage_options if is_remote(root) else None
+        options = session.config.storage_options
         found = Catalog(root, suffix="", storage_options=options, tiers=session.tiers).checkpoints()
         found = [info for info in found if info.is_directory]
     found = _and_in_memory(session, found)
@@ -255,6 +256,9 @@ def newest_usable(
             text = f"cannot read the checkpoint: {error.strerror or error}"
             raise StorageError(text, path=info.path, errno=error.errno) from error
 
+    if not found:
+        is_tiered = session.tiers is not None and session.tiers.covers(root)
+        refuse_missing_bucket(session.tiers.remote_path(root) if is_tiered else root, session.config.storage_options)
     problems: dict[str, CheckpointError] = {}
     order = list if auto is None else auto.in_order
     info = first_usable(root, found, check_info, passed_over=problems, order=order)

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_core.cli.finding import find, refuse_missing_bucket
+from ckpt_core.cli.finding import find
 from ckpt_core.cli.output import complain, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
@@ -137,7 +137,7 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
     import torch
 
     from ckpt_core.checkpointer import Checkpointer, full_path
-    from ckpt_core.storage import is_remote, storage_for
+    from ckpt_core.storage import is_remote, refuse_missing_bucket, storage_for
 
     directory = full_path(path)
     storage = storage_for(directory, storage_options)

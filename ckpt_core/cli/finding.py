@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
 _DIRECTORIES_OF_A_HINT = 500  # a store is asked several times for each
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which no save makes a bucket
 _STATES: dict[type[CheckpointError], str] = {
     CheckpointCorruptedError: "DAMAGED",
     CheckpointNotFoundError: "MISSING",
@@ -76,8 +75,8 @@ class Found:
     is_checkpoint: bool = False
     size: int = 0  # bytes of the files that are directly there, if there is no checkpoint
 
-    def hint(self, storage_options: dict[str, Any] | None) -> str:
-        """Return why there are none, and where some are."""
+    def hint(self, storage_options: dict[str, Any] | None, verb: str = "ls") -> str:
+        """Return why there are none, and where some are; ``verb`` is one that finds those."""
         foreign = self.foreign(storage_options)
         if foreign is not None:
             return foreign
@@ -90,7 +89,7 @@ class Found:
         if full:
             total = sum(len(found.checkpoints) for found in full)
             more = " or more" if len(below) == _DIRECTORIES_OF_A_HINT else ""
-            return f"{text}; {total}{more} below it, such as in {full[0].path}: ckpt ls -r {self.path}"
+            return f"{text}; {total}{more} below it, such as in {full[0].path}: ckpt {verb} -R {self.path}"
         other = next((said for found in below if (said := found.foreign(storage_options)) is not None), None)
         return text if other is None else f"{text}; {other}"
 
@@ -168,16 +167,6 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
         )
     if not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
-
-
-def refuse_missing_bucket(path: str, storage_options: dict[str, Any] | None) -> None:
-    """Refuse a URL whose bucket does not exist: that is no first start, but a wrong name."""
-    from ckpt_core.storage import storage_for
-
-    protocol, _, rest = path.partition("://")
-    bucket = f"{protocol}://{rest.partition('/')[0]}"
-    if protocol in _BUCKETS and not storage_for(bucket, storage_options).exists(bucket):
-        raise missing(bucket)
 
 
 def missing(path: str) -> CheckpointNotFoundError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_core.cli.finding import find, refuse_checkpoint, refuse_missing_bucket
+from ckpt_core.cli.finding import find, refuse_checkpoint
 from ckpt_core.cli.output import fail, print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointNotFoundError
@@ -43,7 +43,6 @@ def _why(options: Options) -> str:
     try:
         found = find(options.directory, options.storage_options)
     except CheckpointNotFoundError:
-        refuse_missing_bucket(options.directory, options.storage_options)
         return ""
     refuse_checkpoint(found, "latest")  # a script would start from the beginning
     return f": {found.hint(options.storage_options)}"

@@ -58,7 +58,7 @@ def _ls(options: Options) -> int:
 def print_hints(places: Sequence[Found], options: Options) -> None:
     """Say of what has no checkpoints of ours what it has, and where some are."""
     if not options.recursive:
-        said = [place.hint(options.storage_options) for place in places if not place.checkpoints]
+        said = [place.hint(options.storage_options, options.verb) for place in places if not place.checkpoints]
     else:
         said = [text for place in places if (text := place.foreign(options.storage_options)) is not None]
         if not said and not any(place.checkpoints for place in places):

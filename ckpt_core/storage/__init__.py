@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ckpt_core.errors import CheckpointNotFoundError, StorageError
 from ckpt_core.option_checks import check_mapping, check_options, or_none
 from ckpt_core.paths import StrPath, is_remote, local_path
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
@@ -24,8 +25,11 @@ __all__ = [
     "Storage",
     "is_remote",
     "local_path",
+    "refuse_missing_bucket",
     "storage_for",
 ]
+
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which no save makes a bucket
 
 
 def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) -> Storage:
@@ -47,3 +51,23 @@ def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) ->
     from ckpt_core.storage.fsspec_storage import FsspecStorage
 
     return counted(FsspecStorage(os.fspath(path), storage_options))
+
+
+def refuse_missing_bucket(path: StrPath, storage_options: dict[str, Any] | None = None) -> None:
+    """Refuse a URL whose bucket does not exist: that is no first start, but a wrong name.
+
+    Raises:
+        CheckpointNotFoundError: The store says so. A store that does not answer refuses nothing here.
+    """
+    protocol, separator, rest = os.fspath(path).partition("://")
+    if not separator or protocol not in _BUCKETS:
+        return
+    bucket = f"{protocol}://{rest.partition('/')[0]}"
+    try:
+        is_there = storage_for(bucket, storage_options).exists(bucket)
+    except StorageError:
+        return  # such as for a user who may only read and write below a prefix
+    if not is_there:
+        raise CheckpointNotFoundError(
+            f"there is no such bucket: {bucket}", path=bucket, remedy="make it, or check its name and the endpoint"
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ import pytest
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import RankResult, Ranks
+from tests.support.server_fixtures import server_of, servers
+from tests.support.servers import Server
+
+__all__ = ["server_of", "servers"]  # fixtures
 
 TRAINING = """
     import os, signal, time
@@ -70,6 +76,36 @@ def run(ranks: Ranks, folder: Path, world_size: int = 1, **names: Any) -> list[R
     defaults |= {"folder": str(folder), "options": options}
     folder.mkdir(exist_ok=True)
     return ranks.run(TRAINING, world_size, **{**defaults, **names})
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_bucket_that_does_not_exist_is_told_before_training(
+    ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], tiered: bool
+) -> None:
+    server = server_of("moto")
+    missing = f"{server.new_bucket()}-typo/run"
+    local = str(tmp_path / "fast")
+    places = {"checkpoint_dir": local, "local_dir": local, "upload_to": missing}
+    if not tiered:
+        places = {"checkpoint_dir": missing}
+    (result,) = run(ranks, tmp_path, automatic=False, options={**places, "storage_options": dict(server.options)})
+    assert result.error == "CheckpointNotFoundError" and "there is no such bucket" in result.message
+    assert "resumed" not in result.told
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_machine_that_was_replaced_resumes_from_what_was_uploaded(
+    ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], automatic: bool
+) -> None:
+    server = server_of("moto")
+    local = tmp_path / "checkpoints"
+    tiers = {"checkpoint_dir": str(local), "local_dir": str(local), "upload_to": f"{server.new_bucket()}/run"}
+    names = {"automatic": automatic, "options": {**tiers, "storage_options": dict(server.options)}}
+    (first,) = run(ranks, tmp_path, save_at=3, **names)
+    assert first.error is None
+    shutil.rmtree(local)
+    (second,) = run(ranks, tmp_path, **names)
+    assert second.told["resumed"][1] == 3
 
 
 @pytest.mark.parametrize(

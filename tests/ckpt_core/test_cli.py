@@ -368,7 +368,7 @@ def test_ls_points_to_checkpoints_below_and_lists_them(directories: Path, capsys
     runs.mkdir(parents=True)
     Checkpointer(strategy="sync").save({"step": 3}, runs / "last.ckpt")
     assert main(["ls", str(directories / "runs")]) == 0
-    assert f"1 below it, such as in {runs}: ckpt ls -r {directories / 'runs'}" in capsys.readouterr().err
+    assert f"1 below it, such as in {runs}: ckpt ls -R {directories / 'runs'}" in capsys.readouterr().err
     assert main(["ls", "-r", str(directories), "--json"]) == 0
     names = [os.path.relpath(found["path"], directories) for found in json.loads(capsys.readouterr().out)]
     assert names == ["step=2", "step=1", "runs/a/last.ckpt"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, StorageError
+from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, CheckpointNotFoundError, StorageError
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning_ckpt.reliable_cases import BATCHES, model_of, trainer_of
@@ -83,6 +83,18 @@ def test_last_goes_on_where_the_run_before_ended(plugin: Any, bucket: Bucket, tm
     assert second.model.batches == BATCHES - 3, "the first three were not repeated"
     assert torch.equal(second.model.weight, torch.full_like(second.model.weight, float(BATCHES)))
     assert step_of(bucket, "last.ckpt") == BATCHES
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_bucket_that_does_not_exist_is_told_before_training(bucket: Bucket, tmp_path: Path, tiered: bool) -> None:
+    missing = bucket[0].replace("/runs", "-typo/runs")
+    tiers = {"local_dir": tmp_path / "fast", "upload_to": missing} if tiered else {}
+    plugin = AsyncCheckpointIO(storage_options=bucket[1], **tiers)
+    callback = ResumableCheckpoint(tmp_path / "fast" if tiered else missing, every_n_train_steps=1)
+    model = model_of(metrics=LOSSES)
+    with pytest.raises(CheckpointNotFoundError, match="there is no such bucket"):
+        trainer_of(tmp_path, [callback], plugins=[plugin], max_epochs=1).fit(model, ckpt_path="last")
+    assert model.batches == 0
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -315,7 +315,18 @@ def test_a_bucket_that_does_not_exist_is_no_first_start(
     assert main(["latest", f"{bucket}/run", *options]) == 3
     assert "nothing to resume" in capsys.readouterr().err
     assert main(["latest", f"{bucket}typo/run", *options]) == 1
-    assert f"there is no such file, directory or bucket: {bucket}typo" in capsys.readouterr().err
+    assert f"there is no such bucket: {bucket}typo\n" in capsys.readouterr().err
+
+
+def test_a_hint_names_the_verb_that_was_used(server_of: Callable[[str], Server], capsys: Capture) -> None:
+    server = server_of("moto")
+    bucket = server.new_bucket()
+    options = ["--storage-options", json.dumps(dict(server.options))]
+    Checkpointer(strategy="sync", storage_options=dict(server.options)).save({"step": 1}, f"{bucket}/run/a.ckpt")
+    for verb in ("ls", "du"):
+        assert main([verb, bucket, *options]) == 0
+        hint = f"no checkpoints in {bucket}; 1 below it, such as in {bucket}/run: ckpt {verb} -R {bucket}\n"
+        assert capsys.readouterr().err == hint
 
 
 def test_doctor_of_a_store_leaves_nothing_and_names_a_missing_bucket(
@@ -329,4 +340,4 @@ def test_doctor_of_a_store_leaves_nothing_and_names_a_missing_bucket(
     assert main([*options, "ls", bucket]) == 0
     assert capsys.readouterr().err == f"no checkpoints in {bucket}\n"
     assert main([*options, "doctor", f"{bucket}-missing/runs", "--size", "1"]) == 1
-    assert f"there is no such file, directory or bucket: {bucket}-missing\n" in capsys.readouterr().err
+    assert f"there is no such bucket: {bucket}-missing\n" in capsys.readouterr().err
