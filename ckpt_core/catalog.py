@@ -395,7 +395,7 @@ class Catalog:
         wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
         if not by_age:
-            refuse_missing_bucket(self._uploaded_to, self._storage_options)
+            self.refuse_missing_bucket()
 
         def place(info: CheckpointInfo) -> Catalog:
             return self._memory if self._memory is not None and info in in_memory else self
@@ -416,6 +416,14 @@ class Catalog:
         finally:
             for path, error in self.passed_over.items():
                 notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
+
+    def refuse_missing_bucket(self) -> None:
+        """Refuse a directory in a bucket that does not exist: that is no first start, but a wrong name.
+
+        Raises:
+            CheckpointNotFoundError: The store says so. A store that does not answer refuses nothing here.
+        """
+        refuse_missing_bucket(self._uploaded_to, self._storage_options)
 
     def peek(self, path: str) -> Any:
         """Return a checkpoint's state, with tensors that have no values, or the metadata of a directory.

@@ -139,6 +139,7 @@ EXPORTED = {
         "Storage",
         "is_remote",
         "local_path",
+        "refuse_missing_bucket",
         "storage_for",
     },
     "lightning_ckpt": {"AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"}

@@ -47,7 +47,6 @@ from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.optimizer_types import restore_types, states_in_order
-from ckpt_core.storage import refuse_missing_bucket
 
 log = logging.getLogger(__name__)
 
@@ -257,8 +256,7 @@ def newest_usable(
             raise StorageError(text, path=info.path, errno=error.errno) from error
 
     if not found:
-        is_tiered = session.tiers is not None and session.tiers.covers(root)
-        refuse_missing_bucket(session.tiers.remote_path(root) if is_tiered else root, session.config.storage_options)
+        Catalog(root, storage_options=session.config.storage_options, tiers=session.tiers).refuse_missing_bucket()
     problems: dict[str, CheckpointError] = {}
     order = list if auto is None else auto.in_order
     info = first_usable(root, found, check_info, passed_over=problems, order=order)

@@ -102,12 +102,11 @@ def _convert(options: Options, what: str = "convert") -> int:
     # DCP writes for itself; what is one file becomes a directory first.
     times = 3 if options.to == "dcp" and os.path.isfile(options.source) else 2 if options.to in _OURS else 1
     with progress(options, what, times * size):
-        written = _converted(options)
-    return _wrote(options, options.to, written)
+        _run_conversion(options)
+    return _wrote(options, options.to)
 
 
-def _converted(options: Options) -> int | None:
-    """Convert, and return the size of what is written, None where only the directory is known."""
+def _run_conversion(options: Options) -> None:
     from ckpt_core import interchange
     from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.checkpointer import full_path
@@ -127,7 +126,6 @@ def _converted(options: Options) -> int | None:
     is_model = is_model and not interchange.is_stock_accelerate(path, options.storage_options)
     weights_only = False if options.allow_pickle else None
     given = {"storage_options": options.storage_options}
-    size: int | None = None
     if options.to == "dcp":
         interchange.convert_to_dcp(path, options.target, weights_only=weights_only, **given)
     elif options.to == "safetensors" and is_foreign:
@@ -144,11 +142,10 @@ def _converted(options: Options) -> int | None:
     elif options.to == "accelerate":
         interchange.convert_to_accelerate(path, options.target, weights_only=weights_only, **given)
     elif is_model and options.to == "directory":
-        size = interchange.import_model(path, options.target, part=options.part or "model", **given)
+        interchange.import_model(path, options.target, part=options.part or "model", **given)
     else:
         convert = interchange.convert_to_file if options.to == "file" else interchange.convert_to_directory
-        size = convert(path, options.target, weights_only=weights_only, **given)
-    return size
+        convert(path, options.target, weights_only=weights_only, **given)
 
 
 def _export_model(options: Options, path: str, storage: Storage) -> None:
@@ -169,11 +166,12 @@ def _export_model(options: Options, path: str, storage: Storage) -> None:
     )
 
 
-def _wrote(options: Options, layout: str, size: int | None = None) -> int:
+def _wrote(options: Options, layout: str) -> int:
+    size = size_at(options.target, options.storage_options)
     if options.json:
         print_json({"path": options.target, "layout": layout, "bytes": size})
     else:
-        print(f"wrote {printable(options.target)}" + ("" if size is None else f": {size_in_words(size)}"))
+        print(f"wrote {printable(options.target)}: {size_in_words(size)}")
     return Exit.OK
 
 
@@ -218,11 +216,11 @@ def _import(options: Options) -> int:
     refuse_other_data(options.target, options.storage_options, force=options.force)
     with progress(options, "import", 2 * size_at(options.path, options.storage_options)):
         if options.format == "dcp":
-            size = interchange.import_dcp(
+            interchange.import_dcp(
                 options.path, options.target, only=options.only, storage_options=options.storage_options
             )
         else:
-            size = interchange.import_model(
+            interchange.import_model(
                 options.path, options.target, part=options.part, storage_options=options.storage_options
             )
     rest = f"{options.path.rstrip('/')}/meta.pt"
@@ -232,4 +230,4 @@ def _import(options: Options) -> int:
             "ckpt convert --to directory takes them",
             file=sys.stderr,
         )
-    return _wrote(options, "directory", size)
+    return _wrote(options, "directory")

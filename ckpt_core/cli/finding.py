@@ -50,7 +50,7 @@ def state_of(
     from ckpt_core._pipeline.loading import stamp_of
     from ckpt_core.storage import storage_for
 
-    if info.path.endswith(".safetensors"):  # as it was named itself
+    if info.path.endswith(".safetensors") and not info.is_directory:  # as it was named itself
         return "no digests"
     if not info.is_readable:
         try:

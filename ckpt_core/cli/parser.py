@@ -27,7 +27,7 @@ Options = argparse.Namespace
 STORE_OPTIONS = "--endpoint-url, --profile, --storage-options; or AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID"
 FORMATS = {"file": 1, "directory": 3}  # what is written; a test compares them with the layouts
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_UNKNOWN_VERB = re.compile(r"invalid choice: '([^']*)'")
+_UNKNOWN_CHOICE = re.compile(r"argument (.+): invalid choice: '([^']*)' \(choose from (.*)\)")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: .*?(--[a-z-]+)")
 _OPTION = re.compile(r"--[a-z][a-z-]+")
 
@@ -51,9 +51,10 @@ class _Parser(argparse.ArgumentParser):
     prints_json = False
 
     def error(self, message: str) -> NoReturn:
-        unknown = _UNKNOWN_VERB.search(message)
-        if unknown is not None and self.verbs:
-            message = f"there is no command {unknown[1]!r}" + _suggestion(unknown[1], self.verbs)
+        unknown = _UNKNOWN_CHOICE.search(message)
+        if unknown is not None:
+            said = f"there is no command {unknown[2]!r}" if unknown[1] == "COMMAND" else message
+            message = said + _suggestion(unknown[2], re.findall(r"[\w-]+", unknown[3]))
         elif (option := _UNKNOWN_OPTION.search(message)) is not None:
             helps = [self.format_help(), *(parser.format_help() for parser in self.verbs.values())]
             message += _suggestion(option[1], {name for text in helps for name in _OPTION.findall(text)})
@@ -64,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, sorted(known), n=1)
     return f": did you mean {near[0]}?" if near else ""
 
 

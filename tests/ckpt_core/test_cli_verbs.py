@@ -26,6 +26,7 @@ from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
 from ckpt_core.cli import main
 from ckpt_core.cli.command import _VERBS
 from ckpt_core.cli.parser import Commands, _Parser
+from ckpt_core.events import size_in_words
 from ckpt_core.interchange import load_whole
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.counting import counting
@@ -236,6 +237,9 @@ def test_each_layout_is_written_out_of_each(
     write(tmp_path / "source")
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "new" / "out"), "--to", layout]) == 0
     assert os.listdir(tmp_path / "new") == ["out"]
+    files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    size = size_in_words(sum(path.stat().st_size for path in files))
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / 'out'}: {size}\n"
     if layout == "safetensors":
         (weights,) = safetensors.torch.load_file(tmp_path / "new" / "out" / "model.safetensors").values()
     else:
