@@ -411,7 +411,7 @@ class EventLog:
     """
 
     def __init__(self, path: StrPath) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the program may change its working directory
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_file():
             with self.path.open("rb") as file:

@@ -128,7 +128,7 @@ class _Page:
     """Writes the page about a run; a listener, which knows whether there is anything new."""
 
     def __init__(self, log: str, target: str) -> None:
-        self._log, self._target = log, target
+        self._log, self._target = os.path.abspath(log), os.path.abspath(target)
         self._process = os.getpid()
         self._is_due = False
         atexit.register(self.write)

@@ -19,7 +19,7 @@ from typing import Any
 from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.events import size_in_words
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.storage import local_path, storage_for
 from ckpt_core.tiers import MemoryTier, Tiers
 
@@ -118,6 +118,8 @@ class ResumeAttempts:
         directory = local_path(root)
         if tiers is not None and tiers.covers(directory):
             directory = tiers.local_path(directory)
+        if not is_remote(directory):
+            directory = os.path.abspath(directory)  # the program may change its working directory
         self._path = f"{directory.rstrip('/')}/{RECORD_OF_RESUMES}"
         self._storage = storage_for(directory, storage_options)
         self._limit = limit

@@ -21,9 +21,23 @@ def directory_of_run(session: Any) -> str:
     ``checkpoints`` in the working directory, and for a task of a SLURM array its own folder there.
     """
     if session.config.checkpoint_dir is not None:
-        return path_text(session.config.checkpoint_dir)
+        return as_at_start(session, path_text(session.config.checkpoint_dir))
+    stay_where_it_began(session)
     accelerator = session.accelerator
-    return automatic_root(accelerator) if accelerator.project_dir else os.path.abspath(folder_of_run())
+    return automatic_root(accelerator) if accelerator.project_dir else os.path.join(session.began_in, folder_of_run())
+
+
+def stay_where_it_began(session: Any) -> None:
+    """Keep a relative ``project_dir`` where ``resume="auto"`` looks at the next start."""
+    project = session.accelerator.project_configuration
+    if session.config.resume == "auto" and project.project_dir:
+        project.project_dir = as_at_start(session, path_text(project.project_dir))
+
+
+def as_at_start(session: Any, path: str) -> str:
+    """Return a path as it was meant when the run began, although the script has changed its working directory since."""
+    has_moved = not is_remote(path) and not os.path.isabs(path) and os.getcwd() != session.began_in
+    return os.path.join(session.began_in, path) if has_moved else path
 
 
 class AutoResume:

@@ -28,6 +28,7 @@ from accelerate_ckpt._state.parts import (
     sharded_parts,
     tensor_sizes,
 )
+from accelerate_ckpt._state.resume import stay_where_it_began
 from accelerate_ckpt._state.retention import remove_unwanted
 from accelerate_ckpt._state.session import Session
 from ckpt_core.awaited_paths import wait_for_saves
@@ -56,6 +57,7 @@ def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
         )
     session.saving, begin = True, time.monotonic()
     try:
+        stay_where_it_began(session)
         agreed = _agree(session, target_of(accelerator, output_dir))
         target = agreed.path
         if _must_wait_for_window(session):

@@ -66,6 +66,7 @@ class Session:
     Attributes:
         tiers: Where checkpoints are committed and where uploaded to, if those are two places.
         window_open: Whether gradients have been added up that no optimizer step has used.
+        began_in: The working directory in which the run began.
         come_all: Whether all ranks call ``save_state``, as far as saves until now have shown; None before the first.
         saving: Whether the script is inside ``save_state``.
         uneven: Whether ranks may have taken different numbers of steps.
@@ -97,6 +98,9 @@ class Session:
         self.config = config
         self.local_sgd = LocalSgdState()
         self.told: set[str] = set()
+        self.began_in = ""
+        with contextlib.suppress(FileNotFoundError):  # deleted, so that no relative path means anything
+            self.began_in = os.getcwd()
         self.window_open = False
         self.come_all: bool | None = None
         self.saving = False

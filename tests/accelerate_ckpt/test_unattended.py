@@ -169,6 +169,31 @@ def test_in_the_last_evaluation_the_run_comes_to_its_end(ranks: Ranks, tmp_path:
     assert (result.error, result.told["evaluated"]) == (None, [0, 1])
 
 
+@pytest.mark.parametrize("options", [{}, {"checkpoint_dir": "run/checkpoints"}], ids=["automatic names", "a directory"])
+def test_a_run_stays_where_it_began_though_its_script_changes_its_working_directory(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "run").mkdir()
+    script = TRAINING.replace(
+        "    accelerator.load_state()\n", "    accelerator.load_state()\n    os.chdir(elsewhere)\n"
+    )
+    script = script.replace("    project = ", "    os.chdir(home)\n    project = ")
+    options = {"resume": "auto", "preempt": True, "report": "report.html", **options}
+    names = {"home": str(tmp_path), "elsewhere": str(elsewhere), "folder": "run", "automatic": len(options) == 3}
+    never = dict.fromkeys(("before", "at", "in_evaluation", "save_at", "crash_at"))
+    told = {"told": [0], "number": 15, "options": options, **names}
+    for step in (5, 9):
+        (result,) = ranks.run(script, 1, **{**never, **told, "at": step})
+        assert (result.error, result.message.strip()) == ("SystemExit", "143")
+    assert result.told["resumed"][1] == 5
+    saved = [path.name.rpartition("_")[0] for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert saved == ["checkpoint"] * 2  # nor is a crash counted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "report.html", "report.html.jsonl", "run"]
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_notice_has_a_status_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
     preempt = {"notice": str(tmp_path / "notice"), "look_every": 0.01}
     (result,) = run(ranks, tmp_path, options={"preempt": preempt}, number=0, at=4)
