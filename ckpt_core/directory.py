@@ -327,7 +327,8 @@ class DirectoryCheckpointer(CheckpointerBase):
         except Exception:
             raise
         except BaseException as error:  # Ctrl-C on this rank: the others are about to wait for its part
-            do_through(functools.partial(self._pipeline.leave_out, share(), error, waited=has_waited))
+            left_out = functools.partial(self._pipeline.leave_out, share(), error, waited=has_waited)
+            do_through(functools.partial(left_out, limit=self._max_pending))
             raise
         self._pipeline.queue.raise_late(self._max_pending)
         return size
@@ -384,11 +385,21 @@ class DirectoryCheckpointer(CheckpointerBase):
         """
         original, path = self.known_as(source), self._name_of(target)
         started = time.perf_counter()
+        open_joint = functools.partial(self._series.open, path, timeout=self._commit_timeout, of=original)
         if self.strategy == "async":
-            # It needs no memory, so it need not wait for the save.
-            self._pipeline.queue.wait_for_turn(self._max_pending + 1)
+            limit = self._max_pending + 1  # it needs no memory, so it need not wait for the save
+            try:
+                self._pipeline.queue.wait_for_turn(limit)
+            except Exception:
+                raise
+            except BaseException as error:  # Ctrl-C on this rank: the others are about to wait for it
+                nothing = DirectoryState([], {}, None, None, slice_replicated=False)
+                begin = functools.partial(self._unchanged.begin, self._storage_for(path), path)
+                share = DirectorySave(nothing, begin, path, self._pipeline, open_joint(), self._plans)
+                do_through(functools.partial(self._pipeline.leave_out, share, error, waited=False, limit=limit))
+                raise
         with self._pipeline.attempt(path):
-            joint = self._series.open(path, timeout=self._commit_timeout, of=original)
+            joint = open_joint()
 
             def act(refuse_older: Callable[[], None]) -> int:
                 try:

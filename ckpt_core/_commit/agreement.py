@@ -195,9 +195,9 @@ class Agreement:
             absent, said = len(self._absent.get(place, ())), Announcement(client, str(oldest))
             if not said.is_heard_by(self.world_size - 1 - absent):
                 return
+            self._unread.popleft()  # first, or after Ctrl-C rank 0 would wait for answers that are deleted
             said.delete(keep=bool(absent))  # a rank that was not there passes it over when it comes to a later one
             client.delete([f"{oldest}/arrived", f"{oldest}/failure"])
-            self._unread.popleft()
             if not self._unread or self._unread[0][1] != place:
                 self._absent.pop(place, None)
 

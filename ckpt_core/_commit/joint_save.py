@@ -92,6 +92,7 @@ class JointSave:
         self._identity: Identity = [path, of]
         self._is_matched = True  # whether this was rank 0's save of that number, as far as is known
         self._timeout = timeout
+        self._patience = timeout  # for rank 0 to begin the save
         self._rank = group.rank
         if group.store is None and group.world_size > 1:
             raise ValueError("the ranks' connection is closed: connect them again")
@@ -148,7 +149,8 @@ class JointSave:
         outcome, tried = self._outcome(store), self._series.unmatched
         if tried:  # one of the two has missed a save: see which one rank 0 is at
             begun = self._key("begun/0")
-            store.wait_until(lambda: outcome.is_made or store.has(begun), self._timeout)
+            if not store.wait_until(lambda: outcome.is_made or store.has(begun), self._timeout):
+                self._patience = 0.0
             if not outcome.is_made and store.has(begun) and (other := json.loads(store.get(begun))) in tried:
                 error = RankFailedError(
                     "save was called here earlier, when rank 0 was at another one: one of the ranks has missed a save",
@@ -163,11 +165,14 @@ class JointSave:
         return not self._is_this(identity)  # else the others have given up waiting for this rank
 
     def _fail(self, store: TimedStore, identity: Identity, error: CheckpointError) -> None:
-        """Report, on another rank than 0, that this one does not take part, unless it has reported."""
+        """Report, on another rank than 0, that this one does not take part, unless it has reported.
+
+        Nor does rank 0 wait until it has heard the outcome.
+        """
         report = self._key(f"report/{self._rank}")
         if not store.has(report):
             store.set(report, f"{json.dumps([identity, encode_error(error)])}\n")
-            self._outcome(store).heard()
+        self._outcome(store).heard()
 
     def _is_this(self, identity: Identity) -> bool:
         (path, of), (own_path, own) = identity, self._identity
@@ -351,7 +356,7 @@ class JointSave:
 
     def _wait_for_outcome(self, store: TimedStore) -> None:
         """Return when there is an outcome; rank 0 has its own time for each step on the way to it."""
-        if not store.wait([self._key("collecting")], self._timeout):
+        if not store.wait([self._key("collecting")], self._patience):
             if store.has(self._key("begun/0")):
                 raise self._too_late([0])
             self._is_matched = self._agreed is not None

@@ -205,11 +205,11 @@ class Pipeline:
             if isinstance(error, Exception):
                 raise failure from error
 
-    def leave_out(self, save: Save, error: BaseException, *, waited: bool) -> None:
+    def leave_out(self, save: Save, error: BaseException, *, waited: bool, limit: int) -> None:
         """Let the other ranks know that Ctrl-C has come before this one's part was queued; doing it twice is once.
 
-        Unless it has ``waited`` for its turn, it is not known whether an earlier failure is due, which is raised in the
-        place of this save on all ranks.
+        Unless it has ``waited`` for its turn, as one of ``limit``, it is not known whether an earlier failure is due,
+        which is raised in the place of this save on all ranks.
         """
         if save.is_known or not save.is_shared:
             return
@@ -218,7 +218,7 @@ class Pipeline:
         if self.in_foreground:
             self._fail_together(save, snapshot, error)
             return
-        last = self.queue.last_due(self._max_pending)
+        last = self.queue.last_due(limit)
 
         def action() -> int:
             if not waited and self.queue.take_due(last):  # those before are over now

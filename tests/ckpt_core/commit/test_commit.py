@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import traceback
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ckpt_core._commit.agreement import Agreement
 from ckpt_core._commit.announcement import decode_error, encode_error
 from ckpt_core._commit.background_failures import RunOutcome
 from ckpt_core._commit.raising_together import raise_together
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from tests.conftest import ScriptRunner
+from tests.support.interrupting import at_every_moment
 
 WORKER = """
 import json, os, sys, time
@@ -182,3 +185,24 @@ def test_errors_survive_the_wire(error: CheckpointError) -> None:
 def test_an_unknown_error_class_is_still_an_error() -> None:
     encoded = {**encode_error(CheckpointError("x")), "class": "SomethingNewer"}
     assert type(decode_error(encoded)) is RankFailedError
+
+
+def test_after_ctrl_c_rank_0_waits_for_no_answer_that_it_has_deleted() -> None:
+    def interrupt() -> None:
+        if "_forget_what_all_have_read" in (frame.f_code.co_name for frame, _ in traceback.walk_stack(None)):
+            raise KeyboardInterrupt
+
+    interrupted = 0
+    for run in at_every_moment(("_commit/agreement.py",), interrupt, opcodes=False):
+        store = HashStore()
+        first, second = (Agreement(rank, 2, store, 60) for rank in range(2))
+        first.announce("save", 1)
+        assert second.announce("save", None) == 1
+        try:
+            run(lambda: first.announce("save", 2))  # noqa: B023
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert second.announce("save", None) == 2
+        first._forget_what_all_have_read()
+        assert not first._unread
+    assert interrupted > 4

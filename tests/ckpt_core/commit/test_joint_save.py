@@ -362,12 +362,29 @@ def test_an_interrupted_wait_for_the_outcome_leaves_it_open(series: Any, monkeyp
     def interrupt(*_: Any) -> bool:
         raise KeyboardInterrupt
 
-    save = JointSave(series(2)[1], "/a", timeout=SECONDS)
-    save.join()
-    monkeypatch.setattr(TimedStore, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save.conclude("written", lambda _: 0)
-    assert save.undecided
+    ranks = series(2)
+    interrupted = JointSave(ranks[1], "/a", timeout=SECONDS)
+    interrupted.join()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TimedStore, "wait", interrupt)
+        interrupted.conclude("written", lambda _: 0)
+    assert interrupted.undecided
+    assert save(ranks[0]) == 2
+    assert not ranks[0].group.store.check(["session-0-1/outcome"])  # rank 0 waits for nobody to hear it
+
+
+def test_a_rank_that_has_missed_saves_waits_for_rank_0_once(series: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, waited, wait = series(2)[1], [], TimedStore.wait
+
+    def count(store: TimedStore, keys: list[str], timeout: float) -> bool:
+        waited.append(timeout)
+        return wait(store, keys, timeout)
+
+    rank.unmatched = [["/before", None]]
+    monkeypatch.setattr(TimedStore, "wait", count)
+    with pytest.raises(RankFailedError, match="rank 0 did not begin the save"):
+        save(rank, timeout=0.1)
+    assert sum(waited) == 0  # beyond the time for which it looked what rank 0 saves
 
 
 def test_a_single_process_needs_no_store() -> None:

@@ -243,7 +243,7 @@ CTRL_C = (
     PREAMBLE
     + """
 import traceback
-strategy, fails, world = sys.argv[1], sys.argv[2] == "fails", 2
+strategy, fails, copies, world = sys.argv[1], sys.argv[2] == "fails", sys.argv[3] == "copy", 2
 
 def work(rank, group):
     may_write, begun, over = threading.Event(), threading.Event(), threading.Event()
@@ -277,12 +277,18 @@ def work(rank, group):
     if rank == 1:
         threading.Thread(target=until_it_is).start()
     checkpointer.save(parts(rank, 1), "run/a")
+    act = functools.partial(checkpointer.save, parts(rank, 2), "run/b")
+    if copies:
+        checkpointer.copy("run/a", "run/a2")
+        act = functools.partial(checkpointer.copy, "run/a", "run/b")
     begun.set()
     second = None
     try:
-        second = seconds_of(lambda: (checkpointer.save(parts(rank, 2), "run/b"), checkpointer.wait()))
+        second = seconds_of(lambda: (act(), checkpointer.wait()))
     except KeyboardInterrupt:
         second = "interrupted"
+    if copies and fails:  # the first copy has failed, too, which is raised in the place of this save
+        seconds_of(lambda: checkpointer.save(parts(rank, 3), "run/c"))
     third = seconds_of(lambda: (checkpointer.save(parts(rank, 3), "run/c"), checkpointer.wait()))
     checkpointer.close()
     return [second, third]
@@ -296,11 +302,21 @@ print(json.dumps([rows, listing("run")]))
 )
 
 
-@pytest.mark.parametrize(("strategy", "first"), [("sync", "succeeds"), ("async", "succeeds"), ("async", "fails")])
+@pytest.mark.parametrize(
+    ("strategy", "first", "second_is"),
+    [
+        ("sync", "succeeds", "save"),
+        ("async", "succeeds", "save"),
+        ("async", "fails", "save"),
+        ("async", "succeeds", "copy"),
+        ("async", "fails", "copy"),
+    ],
+)
 def test_ctrl_c_on_a_rank_before_its_part_is_queued_is_told_to_the_others(
-    strategy: str, first: str, fork_script: ScriptRunner
+    strategy: str, first: str, second_is: str, fork_script: ScriptRunner
 ) -> None:
-    ((second, third), (interrupted, third_there)), names = json.loads(fork_script(CTRL_C, strategy, first).stdout)
+    told = json.loads(fork_script(CTRL_C, strategy, first, second_is).stdout)
+    ((second, third), (interrupted, third_there)), names = told
     assert interrupted == "interrupted"
     if first == "fails":  # which is raised in the place of the second
         assert second["raised"] == "StorageError"
@@ -309,7 +325,8 @@ def test_ctrl_c_on_a_rank_before_its_part_is_queued_is_told_to_the_others(
         assert second["raised"] == "CheckpointError"
         assert "rank 1: the save failed: KeyboardInterrupt" in second["message"]
     assert third["raised"] is third_there["raised"] is None
-    assert names == (["c"] if first == "fails" else ["a", "c"])
+    copied = ["a2"] if second_is == "copy" else []
+    assert names == (["c"] if first == "fails" else ["a", *copied, "c"])
 
 
 MISTAKES = (
