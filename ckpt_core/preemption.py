@@ -182,7 +182,7 @@ class SignalNotes:
         if not self._is_closed:
             self._note(signal.Signals(number).name)
         before = self._handler_before(number)
-        if callable(before) and before is not signal.default_int_handler:
+        if callable(before) and not _only_ends(before):
             before(number, frame)
         elif self._is_closed and before is not None and signal.getsignal(number) == self._handle:
             signal.signal(number, before)  # closed on another thread, which can put nothing back
@@ -201,6 +201,12 @@ class SignalNotes:
                 before = self._handler_before(number)
                 if signal.getsignal(number) == self._handle and before is not None:
                     signal.signal(number, before)
+
+
+def _only_ends(handler: Callable[..., Any]) -> bool:
+    """Whether a handler ends the process and does nothing else: Python's own, and a launcher's that a fork inherits."""
+    of_launcher = str(getattr(handler, "__module__", "")).startswith("torch.distributed.elastic.")
+    return of_launcher or handler is signal.default_int_handler
 
 
 class End(NamedTuple):

@@ -192,6 +192,29 @@ def test_a_rank_whose_peer_is_dead_ends_before_its_launcher_kills_it(fork_script
     assert (done.returncode, "ends this rank alone" in done.stderr) == (143, True)
 
 
+FORKED_BY_A_LAUNCHER = """
+import os, signal, sys
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from ckpt_core.preemption import EndWatch
+
+def train():
+    watch = EndWatch()
+    os.kill(os.getpid(), signal.SIGTERM)
+    end = watch.due()
+    watch.close()
+    return end
+
+one = {"args": {0: ()}, "envs": {0: {}}, "logs_specs": DefaultLogsSpecs()}
+result = start_processes("train", train, **one, start_method="fork").wait()
+print(result.return_values, result.failures)
+"""
+
+
+def test_handlers_that_ranks_inherit_from_their_launcher_do_not_end_them(fork_script: Any) -> None:
+    told = fork_script(FORKED_BY_A_LAUNCHER).stdout  # as notebook_launcher starts its ranks
+    assert told.strip() == "{0: End(reason='SIGTERM', status=143)} {}"
+
+
 def test_what_comes_after_the_last_step_is_for_those_who_handled_it_before() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
