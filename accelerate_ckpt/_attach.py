@@ -29,7 +29,7 @@ from accelerate_ckpt._state.session import (
     unfinished_sessions,
 )
 from accelerate_ckpt._termination import unprotect
-from accelerate_ckpt.config import CheckpointConfig
+from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.errors import CheckpointError, RankFailedError
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
     project = accelerator.project_configuration
     if isinstance(project, CheckpointProjectConfiguration):
         options = {**vars(project.checkpoints), **options}
+    if isinstance(strategy, CheckpointConfig):
+        raise OptionError("attach takes options and no CheckpointConfig: attach(accelerator, **vars(config))")
     if strategy is not None:
         options["strategy"] = strategy
     config = CheckpointConfig.from_sources(options, variables={}, flag_name="attach({})")

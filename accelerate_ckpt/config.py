@@ -65,7 +65,9 @@ def _choice(literal: Any) -> _Kind:
 
     def check(value: Any) -> Any:
         if value not in choices:
-            raise ValueError(f"must be one of {', '.join(map(repr, choices))}, not {value!r}{nearest(value, choices)}")
+            raise ValueError(
+                f"must be one of {', '.join(map(repr, choices))}, not {value!r:.80}{nearest(value, choices)}"
+            )
         return value
 
     return _Kind(check, str, "{" + ",".join(choices) + "}")
@@ -92,7 +94,7 @@ def _check_preempt(value: Any) -> Any:
     elif isinstance(value, Mapping):
         check_preemption(value)
     elif value is not True and not hasattr(value, "signals"):
-        raise ValueError(f"must be true, names of signals, or a ckpt_core.preemption.Preemption, not {value!r}")
+        raise ValueError(f"must be true, names of signals, or a ckpt_core.preemption.Preemption, not {value!r:.80}")
     return value
 
 
@@ -109,7 +111,7 @@ def _check_just_in_time(value: Any) -> bool | float:
 def _check_listeners(value: Any) -> tuple[Any, ...]:
     listeners = [name for name in value.replace(" ", "").split(",") if name] if isinstance(value, str) else value
     if not isinstance(listeners, (list, tuple)) or not all(callable(one) or isinstance(one, str) for one in listeners):
-        raise ValueError(f"must be a list of functions or of names of classes, not {value!r}")
+        raise ValueError(f"must be a list of functions or of names of classes, not {value!r:.80}")
     return tuple(listeners)
 
 
@@ -144,7 +146,7 @@ def _check_retention(value: Any) -> Any:
         return dict(value)
     raise ValueError(
         "must be a policy such as ckpt_core.policies.KeepLatest(2), 'latest=2', or a mapping with class_path and "
-        f"init_args, not {value!r}"
+        f"init_args, not {value!r:.80}"
     )
 
 
@@ -450,6 +452,8 @@ def _made(name: str) -> Any:
 def _read_file(origin: str, path: StrPath) -> dict[str, Any]:
     import yaml  # comes with Accelerate
 
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"{origin}: {FILE_OPTION} must be the path of a YAML file, not {path!r:.80}")
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)

@@ -34,7 +34,7 @@ def check_options(checks: Mapping[str, Check], values: Mapping[str, Any]) -> Non
 def check_count(value: Any) -> int:
     """Take whole numbers of at least 1."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:  # NumPy's are no int
-        raise ValueError(f"must be a whole number of at least 1, not {value!r}")
+        raise ValueError(f"must be a whole number of at least 1, not {value!r:.80}")
     return int(value)
 
 
@@ -55,21 +55,21 @@ def check_max_host_bytes(max_host_bytes: int | None, max_pending: int) -> None:
 def check_switch(value: Any) -> bool:
     """Take True and False: the text ``"false"`` would count as True."""
     if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {value!r}")  # noqa: TRY004  a wrong value, as the others
+        raise ValueError(f"must be true or false, not {value!r:.80}")  # noqa: TRY004  a wrong value, as the others
     return value
 
 
 def check_seconds(value: Any) -> float:
     """Take numbers of seconds above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"must be a number of seconds above 0, not {value!r}")
+        raise ValueError(f"must be a number of seconds above 0, not {value!r:.80}")
     return float(value)
 
 
 def check_share(value: Any) -> float:
     """Take shares of a run, between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ValueError(f"must be a share of the run between 0 and 1, not {value!r}")
+        raise ValueError(f"must be a share of the run between 0 and 1, not {value!r:.80}")
     return float(value)
 
 
@@ -78,7 +78,7 @@ def check_signals(value: Any, what: str = "names of signals such as 'SIGTERM'") 
     given = [value] if isinstance(value, str) else value
     names = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"must be {what}, not {value!r}")
+        raise ValueError(f"must be {what}, not {value!r:.80}")
     names = [name.strip().upper() for text in names for name in text.split(",") if name.strip()]
     for name in names:
         if not isinstance(getattr(signal, name, None), signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
@@ -98,14 +98,14 @@ def check_deadline(value: Any) -> float | None:
             try:
                 given = datetime.datetime.fromisoformat(given)
             except ValueError:
-                raise ValueError(f"must be seconds or a time as 2026-11-22T04:00, not {value!r}") from None
+                raise ValueError(f"must be seconds or a time as 2026-11-22T04:00, not {value!r:.80}") from None
     if isinstance(given, datetime.datetime):
         try:
             return given.timestamp()
         except (ValueError, OverflowError) as error:
             raise ValueError(f"must be a time that the system's clock has, not {given}: {error}") from None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
-        raise ValueError(f"must be seconds above 0 or a time, not {value!r}")
+        raise ValueError(f"must be seconds above 0 or a time, not {value!r:.80}")
     return time.time() + given
 
 
@@ -132,14 +132,14 @@ def check_preemption(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_path(value: Any, what: str = "the path of a file") -> str:
     """Take paths that are not empty."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError(f"must be {what}, not {value!r}")
+        raise ValueError(f"must be {what}, not {value!r:.80}")
     return os.fspath(value)
 
 
 def check_text(value: Any) -> str:
     """Take texts."""
     if not isinstance(value, str):
-        raise ValueError(f"must be a text, not {value!r}")  # noqa: TRY004  a wrong value, as the others
+        raise ValueError(f"must be a text, not {value!r:.80}")  # noqa: TRY004  a wrong value, as the others
     return value
 
 
@@ -154,7 +154,7 @@ def check_mapping(value: Any) -> dict[str, Any]:
 def check_functions(value: Any) -> Sequence[Callable[..., Any]]:
     """Take sequences of what can be called."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(callable, value)):
-        raise ValueError(f"must be a list of functions, not {value!r}")
+        raise ValueError(f"must be a list of functions, not {value!r:.80}")
     return value
 
 
@@ -164,7 +164,7 @@ def one_of(*choices: Any) -> Check:
     def check(value: Any) -> Any:
         if value not in choices:
             *first, last = map(repr, choices)
-            raise ValueError(f"must be {', '.join(first)} or {last}, not {value!r}")
+            raise ValueError(f"must be {', '.join(first)} or {last}, not {value!r:.80}")
         return value
 
     return check
@@ -175,7 +175,7 @@ def instance_of(kind: type, name: str) -> Check:
 
     def check(value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ValueError(f"must be a {name}, not {value!r}")  # noqa: TRY004  a wrong value, as the others
+            raise ValueError(f"must be a {name}, not {value!r:.80}")  # noqa: TRY004  a wrong value, as the others
         return value
 
     return check

@@ -94,7 +94,7 @@ class Preemption:
             return cls(**check_preemption(value))
         if isinstance(value, cls):
             return value
-        raise ValueError(f"must be true, false, names of signals, or a Preemption, not {value!r}")
+        raise ValueError(f"must be true, false, names of signals, or a Preemption, not {value!r:.80}")
 
 
 def exit_status(requests: Iterable[str]) -> int:

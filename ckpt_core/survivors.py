@@ -145,7 +145,7 @@ def wait_seconds_of(value: Any) -> float | None:
     if value is True:
         return WAIT_SECONDS
     if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"just_in_time must be true, false, or seconds above 0, not {value!r}")
+        raise ValueError(f"just_in_time must be true, false, or seconds above 0, not {value!r:.80}")
     return float(value)
 
 

@@ -191,7 +191,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         check_options(_CHECKS, locals())
         if resume not in (None, "auto"):
             raise ValueError(
-                f"resume must be 'auto' or None, not {resume!r}: a path is given to trainer.fit(ckpt_path=)"
+                f"resume must be 'auto' or None, not {resume!r:.80}: a path is given to trainer.fit(ckpt_path=)"
             )
         self._interval = SaveInterval.of(interval, mtbf, max_overhead)
         if self._interval is not None:
@@ -213,7 +213,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
             check_options({"retention": policy_of_words}, locals())
             retention = policy_of_words(retention)
         if retention is not None and (isinstance(retention, type) or not isinstance(retention, RetentionPolicy)):
-            raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest(2), not {retention!r}")
+            raise TypeError(
+                f"retention must be a policy such as ckpt_core.policies.KeepLatest(2), not {retention!r:.80}"
+            )
         self._retention = RetentionHistory(retention) if retention is not None else None
         self._metrics: dict[str, float] = {}  # of the checkpoint that is being saved
         self._best_model_path = self._last_model_path = ""

@@ -40,9 +40,10 @@ def best_interval(cost: float, mtbf: float) -> float:
         >>> round(best_interval(5, 24 * 3600))  # Young's sqrt(2 * cost * mtbf) is 930
         926
     """
-    for name, value in (("cost", cost), ("mtbf", mtbf)):
-        if not value >= 0:
-            raise ValueError(f"{name} must be a number of seconds, 0 or above, not {value!r}")
+    given: dict[str, Any] = {"cost": cost, "mtbf": mtbf}
+    for name, value in given.items():
+        if isinstance(value, str) or not value >= 0:
+            raise ValueError(f"{name} must be a number of seconds, 0 or above, not {value!r:.80}")
     if cost >= 2 * mtbf:
         return mtbf
     ratio = cost / (2 * mtbf)

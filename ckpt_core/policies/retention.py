@@ -126,7 +126,7 @@ class KeepEverySteps:
 def _check_hours(value: Any) -> None:
     hours = value.total_seconds() if isinstance(value, datetime.timedelta) else value
     if isinstance(hours, bool) or not isinstance(hours, (int, float)) or not 0 < hours < math.inf:
-        raise ValueError(f"must be hours above 0, or a timedelta, not {value!r}")
+        raise ValueError(f"must be hours above 0, or a timedelta, not {value!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ class KeepEveryTime:
 
 def _check_steps(value: Any) -> None:
     if not isinstance(value, Collection) or not all(isinstance(step, numbers.Integral) for step in value):
-        raise ValueError(f"must be a list of whole numbers, not {value!r}")
+        raise ValueError(f"must be a list of whole numbers, not {value!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ class KeepAtSteps:
 def _check_policies(value: Any) -> None:
     is_list = isinstance(value, Collection) and not isinstance(value, str)
     if not is_list or any(isinstance(each, type) or not isinstance(each, RetentionPolicy) for each in value):
-        raise ValueError(f"must be a list of policies such as KeepLatest(2), not {value!r}")
+        raise ValueError(f"must be a list of policies such as KeepLatest(2), not {value!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,6 +120,8 @@ _REMEDIES = {
     errno.EISDIR: "there is a directory of that name: choose another path or delete it",
     errno.ENOTDIR: "a part of the path is a file: check the path",
     errno.EEXIST: "a part of the path is a file: check the path",
+    errno.EFBIG: "no file may be that large: raise the limit (ulimit -f), or save to another filesystem",
+    errno.EMFILE: "this process has too many files open: close some, or raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "choose a shorter file name",
     errno.ECONNRESET: "the storage broke the connection: check the network and that it is up, then save again",
     errno.ETIMEDOUT: "the storage does not answer: check the network and that it is up, then save again",

@@ -78,7 +78,7 @@ def _performed(name: str, place: int = 0) -> Any:
 
 def _check_faults(value: Any) -> Sequence[Fault]:
     if not isinstance(value, Sequence) or not all(isinstance(fault, Fault) for fault in value):
-        raise ValueError(f"must be a list of ckpt_core.storage.Fault, not {value!r}")
+        raise ValueError(f"must be a list of ckpt_core.storage.Fault, not {value!r:.80}")
     return value
 
 

@@ -19,6 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate_ckpt import CheckpointConfig, CheckpointProjectConfiguration, attach
 from accelerate_ckpt._attach import drain, install, uninstall
 from accelerate_ckpt._state.session import live_sessions, session_of
+from accelerate_ckpt.config import OptionError
 from ckpt_core.errors import StorageError
 from tests.accelerate_ckpt.training import Run, assert_same, model_of
 
@@ -121,6 +122,16 @@ def test_options_travel_in_the_project_configuration(tmp_path: Path) -> None:
     session = session_of(attach(Accelerator(project_config=project), max_pending=2))
     assert session is not None
     assert (session.config.strategy, session.config.commit_timeout, session.config.max_pending) == ("sync", 7.0, 2)
+
+
+def test_a_configuration_in_the_place_of_options_is_refused_in_few_words() -> None:
+    config = CheckpointConfig(strategy="sync", commit_timeout=7)
+    for arguments, options in (([config], {}), ([], {"config": config})):
+        with pytest.raises(OptionError) as refused:
+            attach(Accelerator(), *arguments, **options)
+        assert "attach" in str(refused.value) and len(str(refused.value)) < 150
+    session = session_of(attach(Accelerator(), **vars(config)))  # as the message says
+    assert session is not None and session.config == config
 
 
 def test_saving_goes_on_after_the_training_has_ended(tmp_path: Path) -> None:

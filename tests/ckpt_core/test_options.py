@@ -105,6 +105,7 @@ def test_the_page_is_written_when_the_interpreter_ends_if_nobody_has(
         ({"max_host_bytes": 1e9}, "max_host_bytes must be a whole number"),
         ({"event_log": 0}, "event_log must be the path of a file, not 0"),
         ({"report": ""}, "report must be the path of a file, not ''"),
+        ({"max_pending": {"weights": list(range(1000))}}, r"not {'weights': .{68}$"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,6 +203,21 @@ def test_a_read_only_disk(strategy: str, read_only: Path, caplog: pytest.LogCapt
         assert checkpointer.failures == 1
     assert Catalog(read_only).prune() == []
     assert_same_state(checkpointer.load(read_only / "old.ckpt"), state_of(1))
+
+
+@pytest.mark.parametrize(
+    ("limit", "least", "remedy"),
+    [(resource.RLIMIT_FSIZE, MIB, "ulimit -f"), (resource.RLIMIT_NOFILE, 0, "ulimit -n")],
+    ids=["size of files", "open files"],
+)
+def test_a_limit_of_the_process(limit: int, least: int, remedy: str, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (least, hard))
+    try:
+        error = fails("sync", state_of(2), tmp_path / "new.ckpt")
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert remedy in str(error)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

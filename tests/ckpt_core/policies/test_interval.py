@@ -28,8 +28,11 @@ def test_no_other_interval_is_better(cost: float, mtbf: float) -> None:
         assert at_best <= seconds_for_work(chosen * factor, cost, mtbf)
 
 
-@pytest.mark.parametrize(("cost", "mtbf", "name"), [(-1.0, 60.0, "cost"), (1.0, -1.0, "mtbf"), (1.0, math.nan, "mtbf")])
-def test_times_below_0_have_no_best_interval(cost: float, mtbf: float, name: str) -> None:
+@pytest.mark.parametrize(
+    ("cost", "mtbf", "name"),
+    [(-1.0, 60.0, "cost"), (1.0, -1.0, "mtbf"), (1.0, math.nan, "mtbf"), (1.0, "6 hours", "mtbf")],
+)
+def test_times_below_0_have_no_best_interval(cost: float, mtbf: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a number of seconds, 0 or above"):
         best_interval(cost, mtbf)
 
