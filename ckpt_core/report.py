@@ -122,6 +122,7 @@ class Process:
     last: float
     saves: list[Save] = dataclasses.field(default_factory=list)
     others: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    _copied: list[Save] = dataclasses.field(default_factory=list, repr=False)  # and not durable yet, in their order
 
     def add(self, event: dict[str, Any]) -> None:
         """Note one event."""
@@ -132,11 +133,16 @@ class Process:
             self.saves.append(Save(event["path"], moment))
             return
         save = next((each for each in reversed(self.saves) if each.path == event["path"]), None)
+        if kind in ("SaveCommitted", "SaveFailed"):  # of one path several may be under way, which end in their order
+            save = next((each for each in self._copied if each.path == event["path"]), save)
+            self._copied = [each for each in self._copied if each is not save]
         if save is None or kind not in ("SnapshotTaken", "SaveCommitted", "SaveFailed"):
             self.others.append(event)
         elif kind == "SnapshotTaken":
             save.stall, save.waited = float(event["stall_seconds"]), float(event.get("waited_seconds", 0.0))
             save.bytes, save.is_copy = max(save.bytes, int(event["bytes"])), not event["bytes"]
+            if save.outcome == "not finished":
+                self._copied.append(save)
         elif kind == "SaveCommitted":
             save.durable, save.bytes = moment, max(save.bytes, int(event["bytes"]))
         else:

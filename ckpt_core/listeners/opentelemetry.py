@@ -57,7 +57,7 @@ class OpenTelemetryListener:
         self._commit = meter.create_histogram("checkpoint.commit", "s")
         self._upload = meter.create_histogram("checkpoint.upload", "s")
         self._load = meter.create_histogram("checkpoint.load", "s")
-        self._spans: dict[str, Span] = {}
+        self._spans: list[tuple[str, Span]] = []  # of the saves under way, in their order; several may have one path
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same providers, in another process its own global ones."""
@@ -66,12 +66,13 @@ class OpenTelemetryListener:
     def __call__(self, event: Event) -> None:
         if isinstance(event, SaveStarted):
             self._pending.add(1)
-            self._spans[event.path] = self._begin("save", event, event.time)
+            self._spans.append((event.path, self._begin("save", event, event.time)))
         elif isinstance(event, SnapshotTaken):
             self._stall.record(event.stall_seconds)
-            if event.path in self._spans:
+            spans = self._spans_of(event.path)
+            if spans:
                 about = {"stall": event.stall_seconds, "waited": event.waited_seconds}
-                self._spans[event.path].add_event("training continues", about, _nanoseconds(event.time))
+                spans[-1].add_event("training continues", about, _nanoseconds(event.time))
         elif isinstance(event, SaveCommitted):
             self._commit.record(event.background_seconds)
             self._size.record(event.bytes)
@@ -94,10 +95,15 @@ class OpenTelemetryListener:
         about = {"checkpoint.path": event.path}
         return self._tracer.start_span(f"checkpoint.{what}", attributes=about, start_time=_nanoseconds(time))
 
+    def _spans_of(self, path: str) -> list[Span]:
+        return [span for of, span in list(self._spans) if of == path]
+
     def _end_save(self, event: Event, about: dict[str, Any], error: str | None = None) -> None:
         self._saves.add(1, {"outcome": "durable" if error is None else "failed"})
-        span = self._spans.pop(event.path, None)
-        if span is not None:
+        spans = self._spans_of(event.path)
+        if spans:
+            span = spans[0]
+            self._spans.remove((event.path, span))
             self._pending.add(-1)
             span.set_attributes(about)
             if error is not None:

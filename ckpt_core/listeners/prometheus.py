@@ -82,7 +82,7 @@ class PrometheusListener:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
-        self._pending: set[str] = set()
+        self._pending: list[str] = []  # a path is in it once for each of its saves under way
         with _lock:
             self._metrics = _made.get(registry) or _made.setdefault(registry, _Metrics(registry))
 
@@ -93,11 +93,11 @@ class PrometheusListener:
     def __call__(self, event: Event) -> None:
         metrics = self._metrics
         if isinstance(event, SaveStarted):
-            self._pending.add(event.path)
+            self._pending.append(event.path)
             metrics.pending.inc()
         elif isinstance(event, SaveCommitted | SaveFailed):
             if event.path in self._pending:
-                self._pending.discard(event.path)
+                self._pending.remove(event.path)
                 metrics.pending.dec()
             metrics.saves.labels("durable" if isinstance(event, SaveCommitted) else "failed").inc()
         if isinstance(event, SnapshotTaken):

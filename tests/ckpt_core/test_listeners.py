@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, Checkpointer, StorageError
-from ckpt_core.events import Event, SnapshotTaken
+from ckpt_core.events import Event, SaveCommitted, SnapshotTaken
 
 STATE = {"weight": torch.zeros(5000)}
+LARGE = {"weight": torch.zeros(500_000)}  # of small ones, a save waits for the commit
 
 
 def use(listener: Any, folder: Path) -> int:
@@ -63,6 +65,40 @@ def test_prometheus_counts_saves_loads_and_failures(tmp_path: Path) -> None:
     assert under_way[0] == 1 and value("pending") == 0
     assert value("last_commit_time_seconds") == pytest.approx(os.path.getmtime(tmp_path / "1.ckpt"), abs=60)
     assert b"ckpt_stall_seconds_bucket" in prometheus.generate_latest(registry)
+
+
+def test_saves_under_one_name_are_counted_and_end_one_by_one(tmp_path: Path) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from ckpt_core.listeners.opentelemetry import OpenTelemetryListener
+    from ckpt_core.listeners.prometheus import PrometheusListener
+
+    registry, all_started = prometheus.CollectorRegistry(), threading.Event()
+    reader, spans, tracers = InMemoryMetricReader(), InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(spans))
+
+    def wait(event: Event) -> None:  # the first commit: until all saves are under way
+        if isinstance(event, SaveCommitted):
+            all_started.wait()
+
+    listeners = [wait, PrometheusListener(registry), OpenTelemetryListener(MeterProvider([reader]), tracers)]
+    with Checkpointer(strategy="async", max_pending=3, listeners=listeners) as checkpointer:
+        for _ in range(3):
+            checkpointer.save(LARGE, tmp_path / "last.ckpt")
+        assert registry.get_sample_value("ckpt_pending") == 3
+        all_started.set()
+        checkpointer.wait()
+    assert registry.get_sample_value("ckpt_pending") == 0
+    ((scope,),) = (resource.scope_metrics for resource in reader.get_metrics_data().resource_metrics)
+    assert [m.data.data_points[0].value for m in scope.metrics if m.name == "checkpoint.pending"] == [0]
+    saves = spans.get_finished_spans()
+    assert len(saves) == 3 and all(len(span.events) == 1 for span in saves)
 
 
 def test_listeners_of_one_registry_count_together() -> None:

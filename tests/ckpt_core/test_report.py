@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,16 @@ import torch
 
 from ckpt_core import Checkpointer, EventLog, StorageError
 from ckpt_core.cli import main
-from ckpt_core.events import RunSummary, SaveCommitted, SaveFailed, SaveStarted, TrainingEnded, TrainingStarted, notify
+from ckpt_core.events import (
+    Event,
+    RunSummary,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    TrainingEnded,
+    TrainingStarted,
+    notify,
+)
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.report import BROWSERS, interruptions_of, page_of, read_events, run_in_words, totals_of
 from ckpt_core.storage import LocalStorage
@@ -178,6 +188,21 @@ def test_other_names_of_a_checkpoint_do_not_count_as_typical_saves(tmp_path: Pat
     assert (totals["saves"], totals["durable"], totals["stall_seconds_median"]) == (2, 2, of_saves[1])
     assert totals["bytes"] == sum((tmp_path / f"{step}.ckpt").stat().st_size for step in (1, 2))
     assert totals["stall_seconds"] >= sum(of_saves)
+
+
+def test_saves_under_one_name_are_told_apart(tmp_path: Path) -> None:
+    log, all_started = EventLog(tmp_path / "events.jsonl"), threading.Event()
+
+    def wait(event: Event) -> None:  # the first commit: until all saves are under way
+        if isinstance(event, SaveCommitted):
+            all_started.wait()
+
+    with Checkpointer(strategy="async", max_pending=3, listeners=[wait, log]) as checkpointer:
+        for step in range(3):
+            checkpointer.save({"weight": torch.full((500_000,), step)}, tmp_path / "last.ckpt")
+        all_started.set()
+    (process,) = read_events([str(log.path)])
+    assert [save.outcome for save in process.saves] == ["durable"] * 3
 
 
 def test_starts_in_containers_are_told_apart(tmp_path: Path) -> None:
