@@ -47,7 +47,8 @@ class Exit(enum.IntEnum):
 class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests what may have been meant."""
 
-    verbs: Mapping[str, argparse.ArgumentParser] = {}
+    verbs: Mapping[str, _Parser] = {}
+    words: Sequence[str] = ()  # those of the command
     prints_json = False
 
     def error(self, message: str) -> NoReturn:
@@ -55,13 +56,14 @@ class _Parser(argparse.ArgumentParser):
         if unknown is not None:
             said = f"there is no command {unknown[2]!r}" if unknown[1] == "COMMAND" else message
             message = said + _suggestion(unknown[2], re.findall(r"[\w-]+", unknown[3]))
-        elif (option := _UNKNOWN_OPTION.search(message)) is not None:
-            helps = [self.format_help(), *(parser.format_help() for parser in self.verbs.values())]
-            message += _suggestion(option[1], {name for text in helps for name in _OPTION.findall(text)})
-        self.print_usage(sys.stderr)
+        parser = next((self.verbs[word] for word in _Parser.words if word in self.verbs), self)  # that was meant
+        option = _UNKNOWN_OPTION.search(message)
+        if option is not None:
+            message += _suggestion(option[1], set(_OPTION.findall(parser.format_help())))
+        parser.print_usage(sys.stderr)
         if _Parser.prints_json:
             print_json_error(message, Exit.USAGE)
-        self.exit(Exit.USAGE, f"{self.prog}: {message}\n")
+        self.exit(Exit.USAGE, f"{parser.prog}: {message}\n")
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
@@ -121,6 +123,7 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
     ``add_commands`` are those of the files of verbs, in the order of the help.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    _Parser.words = words
     _Parser.prints_json = "--json" in itertools.takewhile(lambda word: word != "--", words)
     parser = _Parser(
         prog="ckpt",

@@ -262,6 +262,7 @@ def test_no_checkpoint_is_converted_into_itself(home: Path, capfd: Capture) -> N
         (["doctor", "pipe"], "there is no such directory"),
         (["doctor", "--like", "pipe"], "there is no such file"),
         (["ls", "--recusive"], "did you mean --recursive?"),
+        (["doctor", "--gpu"], "[PATH]\nckpt doctor: unrecognized arguments: --gpu\n"),
         (["convert", "run/a.ckpt", "new", "--to", "fiel"], "'accelerate'): did you mean file?"),
         (["rehearse", "--"], "give the command"),
         (["rehearse", "--", "no-such-program"], "no-such-program"),
