@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -22,10 +23,19 @@ def stores(count: int) -> list[TCPStore]:
 
 
 class Ranks:
-    """Threads that step together as a gradient exchange has them do, each with its meeting."""
+    """Threads that step together as a gradient exchange has them do, each with its meeting.
+
+    They train for so many steps, or until they have acted ``until`` times.
+    """
 
     def __init__(
-        self, count: int, steps: int, during: Callable[[int, int, Meeting], None], look_every: float = 0.01
+        self,
+        count: int,
+        steps: int,
+        during: Callable[[int, int, Meeting], None],
+        look_every: float = 0.01,
+        acted: Callable[[int, int], None] = lambda rank, step: None,
+        until: int | None = None,
     ) -> None:
         self.acted: list[list[tuple[Position, list[str], bool]]] = [[] for _ in range(count)]
         opened = stores(count)
@@ -39,11 +49,14 @@ class Ranks:
         def train(rank: int) -> None:
             try:
                 for step in range(1, steps + 1):
+                    if len(self.acted[rank]) == until:
+                        return
                     during(rank, step, self.meetings[rank])
                     exchange.wait()
                     call = self.meetings[rank].at((step, 0))
                     if call.requests:
                         self.acted[rank].append(((step, 0), sorted(call.requests), call.together))
+                        acted(rank, step)
                         exchange.wait()  # what is done needs all of them
                 call = self.meetings[rank].at_last((steps + 1, 0))
                 if call.requests:
@@ -95,13 +108,18 @@ def test_nothing_is_done_at_the_end_when_nothing_was_asked() -> None:
 
 def test_what_a_rank_is_asked_again_is_done_again() -> None:
     pause = threading.Event()
+    asked = [3]
 
     def during(rank: int, step: int, meeting: Meeting) -> None:
-        if rank == 1 and step in (3, 150):
+        if rank == 1 and step in asked:
             meeting.ask("save")
         pause.wait(0.005)
 
-    ranks = Ranks(2, 250, during)
+    def acted(rank: int, step: int) -> None:
+        if rank == 1:
+            asked.append(step + 3)
+
+    ranks = Ranks(2, 10**6, during, acted=acted, until=2)
     assert ranks.errors == []
     assert [requests for _, requests, _ in ranks.acted[0]] == [["save"], ["save"]]
     assert ranks.acted[0] == ranks.acted[1]
@@ -112,7 +130,7 @@ def test_a_rank_whose_others_are_gone_acts_alone() -> None:
     meeting = Meeting(second, 1, 2, look_every=0.01, answer_within=0.2)
     meeting.ask("end")
     calls = []
-    for step in range(1, 1000):
+    for step in itertools.count(1):
         calls.append(meeting.at((step, 0)))
         if calls[-1].requests:
             break
