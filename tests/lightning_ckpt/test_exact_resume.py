@@ -12,7 +12,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.lightning_ckpt.exact_cases import Model, Outcome, SaveAt, make_trainer, outcome, saved_at_the_end
+from tests.lightning_ckpt.exact_cases import (
+    Model,
+    Outcome,
+    SaveAt,
+    end_workers,
+    make_trainer,
+    outcome,
+    saved_at_the_end,
+)
 
 BATCHES = 8
 
@@ -61,7 +69,9 @@ def train(case: Case, directory: Path) -> tuple[Path, Outcome]:
     trainer.fit(model)
     assert save.calls >= case.count, f"{case.hook} was called {save.calls} times"
     found = outcome(trainer, model).after(save.seen, save.rows)
-    return save.path, dataclasses.replace(found, saved=saved_at_the_end(trainer, directory / "end.ckpt"))
+    saved = saved_at_the_end(trainer, directory / "end.ckpt")
+    end_workers(trainer)
+    return save.path, dataclasses.replace(found, saved=saved)
 
 
 def resume(case: Case, path: Path, directory: Path) -> tuple[Outcome, list[str]]:
@@ -75,6 +85,7 @@ def resume(case: Case, path: Path, directory: Path) -> tuple[Outcome, list[str]]
         trainer.fit(model, ckpt_path=path)
     found = [str(w.message) for w in caught if "exact" in str(w.message)]
     saved = saved_at_the_end(trainer, directory / "resumed-end.ckpt")
+    end_workers(trainer)
     return dataclasses.replace(outcome(trainer, model), saved=saved), found
 
 
