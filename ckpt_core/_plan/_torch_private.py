@@ -1,14 +1,18 @@
 """The facts about distributed tensors for which torch has no public name.
 
-That a placement cuts a tensor into strided parts, and which ranks an FSDP1 ``ShardedTensor`` is spread over, torch
-tells only through names that begin with an underscore. All of them that this package uses are in this file.
+That a placement cuts a tensor into strided parts, of which mesh another one is a slice, and which ranks an FSDP1
+``ShardedTensor`` is spread over, torch tells only through names that begin with an underscore. All of them that this
+package uses are in this file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -35,6 +39,22 @@ def sharding_of(placement: Placement) -> Sharding | None:
     if type(placement) is Replicate:
         return None
     raise ValueError(f"placement {placement!r}")
+
+
+def on_whole_mesh(
+    mesh: DeviceMesh, shardings: Sequence[Sharding | None]
+) -> tuple[DeviceMesh, tuple[Sharding | None, ...]]:
+    """Return the mesh that this one is a slice of, ``mesh["dp"]``, on which the tensor is replicated beside the slice.
+
+    The ranks of the other slices have the same tensor on theirs.
+    """
+    find = getattr(mesh, "_get_root_mesh", None)  # later than torch 2.8
+    whole = device_mesh._mesh_resources.get_root_mesh(mesh) if find is None else find()
+    names, known = mesh.mesh_dim_names or (), whole.mesh_dim_names or ()
+    if whole is mesh or not names or [name for name in known if name in names] != list(names):
+        return mesh, tuple(shardings)
+    cuts = dict(zip(names, shardings, strict=True))
+    return whole, tuple(cuts.get(name) for name in known)
 
 
 def is_sharded_tensor(tensor: torch.Tensor) -> TypeGuard[ShardedTensor]:

@@ -59,9 +59,9 @@ def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, 
     """Return what of ``tensor`` is on this rank.
 
     It may be plain (also a parameter, a buffer, any view), a ``DTensor`` on any mesh, or a ``ShardedTensor`` of FSDP1.
-    A ``DTensor`` on a part of a mesh is taken to be on that part alone. ``replicated`` says whether every rank holds
-    the same plain tensor; distributed ones say themselves who holds what. A kind that cannot be written as plain
-    elements is refused.
+    A ``DTensor`` on a slice of a mesh is taken to be on the other slices, too, since all ranks save the same tensors;
+    one on a mesh of its own is on that alone. ``replicated`` says whether every rank holds the same plain tensor;
+    distributed ones say themselves who holds what. A kind that cannot be written as plain elements is refused.
     """
     if type(tensor) in PLAIN_TYPES:
         _check_plain(tensor, key)
@@ -109,7 +109,7 @@ def _refused_type(tensor: torch.Tensor, key: str) -> SerializationError:
 
 
 def _part_of_dtensor(tensor: DTensor, key: str, rank: int) -> LocalTensor:
-    from ckpt_core._plan._torch_private import sharding_of
+    from ckpt_core._plan._torch_private import on_whole_mesh, sharding_of
 
     with torch.no_grad():
         local = tensor.to_local().detach()
@@ -118,8 +118,8 @@ def _part_of_dtensor(tensor: DTensor, key: str, rank: int) -> LocalTensor:
     _check_plain(local, key)
     shape = tuple(tensor.shape)
     try:
-        shardings = tuple([sharding_of(placement) for placement in tensor.placements])
-        share = _mesh_view(tensor.device_mesh, rank).share(shape, shardings)
+        mesh, shardings = on_whole_mesh(tensor.device_mesh, [sharding_of(each) for each in tensor.placements])
+        share = _mesh_view(mesh, rank).share(shape, shardings)
     except ValueError as error:
         raise SerializationError(
             f"the tensor at {key} has the {error}: that does not say which of its elements are where",

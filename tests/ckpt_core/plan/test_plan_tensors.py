@@ -220,10 +220,19 @@ class TestDistributed:
         # The 8 rows of the first half in 2 sections of 4, and the last quarter of each.
         assert [piece.box for piece in found.pieces] == [Box((3, 0), (1, 4)), Box((7, 0), (1, 4))]
 
-    def test_on_a_part_of_the_mesh(self, mesh: DeviceMesh) -> None:
+    def test_on_a_slice_of_the_mesh_it_is_on_the_others_too(self, mesh: DeviceMesh) -> None:
         found = self.made(mesh["dp"], (2, 4), (4, 4), Shard(0))
         assert [piece.box for piece in found.pieces] == [Box((0, 0), (2, 4))]
-        assert self.made(mesh["tp"], (4,), (4,), Replicate()).holders == (0, 1, 2, 3)
+        assert found.holders == (0, 1, 2, 3)
+        found = self.made(mesh["tp"], (1, 4), (4, 4), Shard(0))
+        assert [piece.box for piece in found.pieces] == [Box((3, 0), (1, 4))]
+        assert found.holders == (3, 7)
+        assert self.made(mesh["tp"], (4,), (4,), Replicate()).holders == tuple(range(8))
+
+    def test_on_a_mesh_of_some_ranks(self, mesh: DeviceMesh) -> None:
+        found = self.made(DeviceMesh("cpu", [2, 3]), (2, 4), (4, 4), Shard(0))
+        assert [piece.box for piece in found.pieces] == [Box((2, 0), (2, 4))]
+        assert found.holders == (3,)
 
     def test_on_a_mesh_without_this_rank(self, mesh: DeviceMesh) -> None:
         others = DeviceMesh("cpu", [6, 4, 5])
