@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -47,14 +48,19 @@ def weights_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @contextlib.contextmanager
-def running(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def running(*command: str, cwd: Path, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """A launch whose processes are all killed at the end; Accelerate puts them into sessions of their own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     log = (cwd / "killed.log").open("w")
     with (
         log,
         subprocess.Popen(
-            [sys.executable, str(ACCELERATE), *command], cwd=cwd, env=environment, stdout=log, stderr=log, text=True
+            [*before, sys.executable, str(ACCELERATE), *command],
+            cwd=cwd,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            text=True,
         ) as process,
     ):
         try:
@@ -171,3 +177,38 @@ def test_options_reach_the_checkpoints_a_flag_before_a_variable_before_the_file(
         events = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert [Path(event["path"]).name for event in events if event["event"] == "SaveCommitted"] == [name]
     assert not (tmp_path / "by_variable.jsonl").exists()
+
+
+UNTIL_TOLD = """
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model, data = torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.ones(1_000_000, 4))
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters()), data)
+    accelerator.load_state()
+    for step, batch in enumerate(data):
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        if step == 3:
+            open(f"trains.{accelerator.process_index}", "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "world_size"), [("one_process.yaml", 1), ("two_processes.yaml", 2)])
+def test_a_launcher_that_ignores_the_signal_of_slurm_waits_until_its_ranks_have_saved(
+    config: str, world_size: int, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(UNTIL_TOLD))
+    options = ("-m", "accelerate_ckpt", "--resume", "auto", "--preempt", "SIGTERM,SIGUSR1", "train.py")
+    ignoring = ("bash", "-c", 'trap "" USR1; exec "$@"', "bash")  # as the page of unattended runs has it
+    with running(*words(config, *options), cwd=tmp_path, before=ignoring) as launcher:
+        deadline = time.monotonic() + 150
+        while len(list(tmp_path.glob("trains.*"))) < world_size:
+            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "killed.log").read_text()
+            time.sleep(0.01)
+        for process in [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]:
+            process.send_signal(signal.SIGUSR1)  # SLURM sends it to all of a step
+        assert launcher.wait(150) == 1
+    assert newest_in(tmp_path / "checkpoints").name.startswith("checkpoint_")
