@@ -299,16 +299,21 @@ def walk(
     *,
     levels: int = 100,
     failures: dict[str, CheckpointError] | None = None,
+    above: tuple[str, ...] = (),
 ) -> Iterator[Found]:
     """Yield what is in each directory below a path or URL that is no checkpoint; ``levels`` says how deep to look.
 
-    ``failures`` is that of :func:`find_all`.
+    ``failures`` is that of :func:`find_all`. A link to one of the directories ``above``, or to what holds it, is left
+    out: it would lead round in a circle.
     """
-    from ckpt_core.storage import local_path, storage_for
+    from ckpt_core.storage import is_remote, local_path, storage_for
 
     place = local_path(path).rstrip("/")
+    above = (*above, "" if is_remote(place) else os.path.realpath(place))
     for directory in sorted(storage_for(place, storage_options).subdirectories(place)):
         if os.path.basename(directory.rstrip("/")).startswith("."):
+            continue
+        if not is_remote(place) and any(f"{passed}/".startswith(f"{os.path.realpath(directory)}/") for passed in above):
             continue
         try:
             found = find(directory, storage_options, failures=failures)
@@ -321,4 +326,4 @@ def walk(
             continue
         yield found
         if levels > 1:
-            yield from walk(directory, storage_options, levels=levels - 1, failures=failures)
+            yield from walk(directory, storage_options, levels=levels - 1, failures=failures, above=above)

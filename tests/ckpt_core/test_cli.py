@@ -374,6 +374,17 @@ def test_ls_points_to_checkpoints_below_and_lists_them(directories: Path, capsys
     assert names == ["step=2", "step=1", "runs/a/last.ckpt"]
 
 
+def test_links_that_lead_round_in_a_circle_are_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        Checkpointer(strategy="sync").save({"step": 3}, tmp_path / "runs" / name / f"{name}.ckpt")
+        (tmp_path / "runs" / name / "up").symlink_to("..")
+        (tmp_path / "runs" / name / "other").symlink_to(f"../{other}")
+        (tmp_path / "runs" / name / "outside").symlink_to(tmp_path)
+    assert main(["ls", "-R", str(tmp_path / "runs"), "--json"]) == 0
+    names = [os.path.relpath(found["path"], tmp_path / "runs") for found in json.loads(capsys.readouterr().out)]
+    assert names == ["a/a.ckpt", "a/other/b.ckpt", "b/b.ckpt", "b/other/a.ckpt"]
+
+
 def test_a_hint_looks_into_no_more_than_some_directories_below(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
