@@ -327,10 +327,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     if optimizer not in _stepped:
         with _lock:
             _stepped.add(optimizer)
-    if not _under_way:
-        return None
     closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
-    # torch's own optimizers call it before they change anything. Lightning computes the whole step in it.
+    # torch's own optimizers call it before they change anything. Lightning computes the whole step in it, and its
+    # callbacks may save there.
     if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
         wait_staged()
         return None

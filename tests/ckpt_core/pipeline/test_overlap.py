@@ -156,6 +156,38 @@ def test_the_device_waits_for_the_step_and_not_for_what_comes_before(
 
 
 @both_layouts
+def test_a_save_inside_of_a_closure_is_waited_for(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
+) -> None:
+    training = Training(accelerator, layout, tmp_path)
+    training.side_stream()
+    expected = training.on_host()
+    with training.checkpointer, accelerator.module.lazy(side_streams_only=True):
+        training.step(training.save)  # as in Lightning's on_before_optimizer_step
+        training.checkpointer.wait()
+        assert_same_state(training.load(), expected)
+
+
+@both_layouts
+def test_a_step_on_another_stream_waits(tmp_path: Path, layout: str, accelerator: SimulatedAccelerator) -> None:
+    training = Training(accelerator, layout, tmp_path, early=False)
+    side, other = training.side_stream(), torch.Stream(device=torch.device(training.device, 0))
+    expected = training.on_host()
+    accelerator.module.pause(side)
+    try:
+        training.save()
+        other.wait_stream(torch.accelerator.current_stream())
+        with other:
+            training.step()
+        assert not other.record_event().query()
+    finally:
+        accelerator.module.resume(side)
+    training.checkpointer.close()
+    other.synchronize()
+    assert_same_state(training.load(), expected)
+
+
+@both_layouts
 def test_a_closure_of_an_optimizer_that_is_not_of_torch_is_not_trusted(
     tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
 ) -> None:
