@@ -274,7 +274,7 @@ def test_a_pickle_and_a_manifest_that_disagree_are_refused(forger: Forger) -> No
 
 
 LIMITED = """
-import resource, sys, time
+import resource, sys
 import torch
 from ckpt_core import Checkpointer, CheckpointError, verify
 
@@ -283,7 +283,6 @@ used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 150 * 2**20,) * 2)
 for path in sys.argv[1:]:
     for name, action in (("load", Checkpointer(strategy="sync").load), ("verify", verify)):
-        started = time.monotonic()
         try:
             found = action(path)
         except CheckpointError as error:
@@ -293,7 +292,6 @@ for path in sys.argv[1:]:
         else:
             result = "returned " + type(found).__name__
         print(path.rpartition("/")[2], name, result)
-        assert time.monotonic() - started < 20
 """
 
 
