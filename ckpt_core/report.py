@@ -62,6 +62,14 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 _WINDOW = (1100, 980)  # pixels, without the rows of the ranks, and interruptions
 _TABLE_ROW, _HEADING = 32, 150  # pixels: what a row of a table takes, and the other lines of a section with one
 _DRAWING_SECONDS = 120.0
+# What the numbers of events are called, and those that an event of some kinds must have.
+_SECONDS = ("seconds", "stall_seconds", "waited_seconds")
+_NUMBERS = {
+    "SnapshotTaken": ("stall_seconds", "bytes"),
+    "SaveCommitted": ("bytes",),
+    "TrainingStarted": ("resumed", "step"),
+}
+_END_OF_TIME = 1e11  # a Unix time that calendars still know
 _PAGE, _PICTURE = b"<!doctype html>", b"\x89PNG\r\n\x1a\n"  # how the files begin
 
 
@@ -146,7 +154,7 @@ class Process:
         elif kind == "SaveCommitted":
             save.durable, save.bytes = moment, max(save.bytes, int(event["bytes"]))
         else:
-            save.error, save.failed = str(event["error"]), moment
+            save.error, save.failed = str(event.get("error") or "failed"), moment
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the other events of one kind, in order."""
@@ -212,10 +220,13 @@ def _events(path: str) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 event = json.loads(line)
-                if event["event"] and event["path"] and float(event["time"]) and int(event["pid"]):
+                needed = [event[name] for name in ("pid", *_NUMBERS.get(event["event"], ()))]
+                given = [event[name] or 0 for name in ("rank", *_SECONDS) if name in event]
+                is_whole = bool(event["path"] + event["event"]) and 0 < float(event["time"]) < _END_OF_TIME
+                if is_whole and all(math.isfinite(float(number)) for number in needed + given):
                     yield event
             except (ValueError, KeyError, TypeError):
-                continue
+                continue  # cut off, or another program's
 
 
 def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:

@@ -54,9 +54,10 @@ def _in_words(totals: dict[str, Any]) -> list[tuple[str, str]]:
         ("saves", ", ".join([durable, *(f"{number:,} {what}" for number, what in bad if number)])),
         ("stall", f"{in_words['stall_seconds']} in all, {totals['share_of_run']:.2%} of the run"),
         ("", f"{in_words['stall_seconds_median']} typically, {in_words['stall_seconds_longest']} at most"),
-        ("durable after", f"{in_words['durable_after_seconds_median']} typically"),
         ("run", run_in_words(totals)),
     ]
+    if totals["durable"]:
+        rows.insert(-1, ("durable after", f"{in_words['durable_after_seconds_median']} typically"))
     if totals["interruptions"]:
         rows.append(("interruptions", f"{totals['interruptions']:,}, which cost {in_words['interruption_seconds']}"))
     more = {"uploads": "uploaded", "failed_uploads": "uploads failed", "loads": "loaded", "passed_over": "passed over"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -379,6 +381,34 @@ def test_a_browser_shows_the_page_of_a_long_run(long_page: Path, way: str) -> No
     shown = {tuple(map(int, pixel)) for pixel in pixels}
     assert (0xF0, 0x8C, 0x00) in shown, "stalls"
     assert any(r + 8 < b <= g < 250 and r > 150 for r, g, b in shown), "what is written in the background, pale"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"event": "SnapshotTaken", "bytes": 3},
+        {"event": "SnapshotTaken", "bytes": 3, "stall_seconds": "long"},
+        {"event": "SaveCommitted", "bytes": None},
+        {"event": "SaveCommitted"},
+        {"event": "SaveStarted", "time": math.nan},
+        {"event": "SaveStarted", "time": 1e18},
+        {"event": "SaveStarted", "path": 5},
+        {"event": "SaveStarted", "rank": "first"},
+        {"event": "CheckpointLoaded", "seconds": "many"},
+        {"event": "TrainingStarted"},
+        {"event": 5},
+    ],
+    ids=str,
+)
+def test_lines_of_another_shape_are_left_out(
+    odd: dict[str, Any], log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", log, "--json"]) == 0
+    expected = capsys.readouterr().out
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"path": "a.ckpt", "time": time.time(), "pid": 1, "host": "other", **odd}) + "\n")
+    assert main(["report", log, "--json", "--output", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_what_is_no_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
