@@ -53,7 +53,7 @@ from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, load_model
 from accelerate_ckpt._state.preemption import failures_of_trackers_logged
-from accelerate_ckpt._state.resume import AutoResume
+from accelerate_ckpt._state.resume import AutoResume, as_at_start
 from accelerate_ckpt._state.session import SavesAlone, Session, session_of
 from accelerate_ckpt._state.stock import refuse_damaged_ours, shapes_in
 from accelerate_ckpt.config import OptionError
@@ -208,6 +208,7 @@ class ResumableCallback(TrainerCallback):
         if trial is not None:
             raise OptionError("hyperparameter_search is not supported with ResumableCallback")
         _check_arguments(self._trainer)
+        self._stay_where_it_began()
         path = resume_from_checkpoint or None
         if path == "auto" or (self._session.config.resume == "auto" and resume_from_checkpoint is None):
             path = find_resume(self._session, self._trainer.args.output_dir, "train", _newest_usable)
@@ -367,6 +368,7 @@ class ResumableCallback(TrainerCallback):
 
     def _save(self) -> None:
         trainer, session = self._trainer, self._session
+        self._stay_where_it_began()
         state = trainer.state
         trainer.store_flos()
         target = self._path_of_step(state.global_step)
@@ -379,6 +381,11 @@ class ResumableCallback(TrainerCallback):
         session.protected = {state.best_model_checkpoint} if state.best_model_checkpoint else set()
         session.not_exact = [] if self._loader_is_known() else [_NOT_PREPARED]
         trainer.accelerator.save_state(target)
+
+    def _stay_where_it_began(self) -> None:
+        if self._session.config.resume == "auto":
+            args = self._trainer.args
+            args.output_dir = as_at_start(self._session, args.output_dir)
 
     def _loader_is_known(self) -> bool:
         loader = self._trainer.callback_handler.train_dataloader

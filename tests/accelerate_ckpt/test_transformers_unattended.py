@@ -71,6 +71,23 @@ def test_a_preempted_run_resumes_exactly(tmp_path: Path, stop: int) -> None:
     assert logged(resumed) == logged(whole)
 
 
+class Moves(transformers.TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        os.makedirs("elsewhere", exist_ok=True)
+        os.chdir("elsewhere")  # below tmp_path, at each step
+
+
+def test_a_run_stays_where_it_began_though_its_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_for(Path("run"), callback=False, callbacks=[Moves()], save_total_limit=1, max_steps=6)
+    ResumableCallback(trainer, resume="auto")
+    trainer.train()
+    assert saved(tmp_path / "run") == ["checkpoint-6"]
+    assert len(list(tmp_path.glob("elsewhere/**/checkpoint-*"))) == 0
+
+
 class Fills(transformers.TrainerCallback):
     def __init__(self, step: int, directory: Path) -> None:
         self.step, self.directory = step, directory
