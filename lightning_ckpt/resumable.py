@@ -6,6 +6,7 @@ look-ups.
 
 # Not "from __future__ import annotations": as of ModelCheckpoint, an annotation is a type, which parsers read.
 import contextlib
+import inspect
 import logging
 import os
 import time
@@ -40,7 +41,6 @@ from lightning_ckpt._callbacks.lookup import (
     left_in_another_version,
     open_filesystem,
     stock_hint,
-    tell_of_checkpoint,
 )
 from lightning_ckpt._callbacks.memory import MemorySnapshots
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
@@ -49,7 +49,7 @@ from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.guard import check_callback
 from lightning_ckpt._private.hooks import before_launches, before_look_ups, without_a_path
-from lightning_ckpt._private.loops import checkpoint_directory, resume_from
+from lightning_ckpt._private.loops import checkpoint_directory, resume_from, tell_of_checkpoint
 from lightning_ckpt._recording import Recording
 from lightning_ckpt._rehearsing import is_rehearsed, rehearse_if_asked, rehearse_this_script
 from lightning_ckpt._report import RunReport, announce
@@ -224,7 +224,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._is_deciding = False
         self._lookup = Lookup(self.FILE_EXTENSION, self.CHECKPOINT_NAME_LAST)
         # since Lightning 2.5.6
-        has_option = hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception")
+        has_option = "save_on_exception" in inspect.signature(ModelCheckpointBase.__mro__[1]).parameters
         if save_on_exception and not has_option:
             raise ValueError("save_on_exception=True needs Lightning 2.5.6 or newer")
         self.save_on_exception = False  # where Lightning does not set it

@@ -207,6 +207,26 @@ def uses_of_devices(root: Path) -> list[str]:
     return found
 
 
+def private_names_of_lightning(root: Path) -> list[str]:
+    """Places outside of ``lightning_ckpt/_private`` that use a private name of a Trainer, a strategy or a Fabric."""
+    found = []
+    for path in modules_under(root).values():
+        package, folder = (*path.relative_to(root).parts, "")[:2]
+        if package != "lightning_ckpt" or folder == "_private":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                owner, name = node.value, node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                owner, name = node.args[0], str(getattr(node.args[1], "value", ""))  # if it is written here
+            else:
+                continue
+            of_lightning = ast.unparse(owner).rpartition(".")[2].strip("_") in ("trainer", "strategy", "fabric")
+            if of_lightning and re.match(r"_(?!_|lightning_ckpt|ckpt)", name):
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
@@ -255,6 +275,19 @@ def test_no_import_is_hidden() -> None:
 
 def test_one_module_knows_accelerators() -> None:
     assert uses_of_devices(ROOT) == []
+
+
+def test_private_names_of_lightning_are_in_one_place() -> None:
+    assert private_names_of_lightning(ROOT) == []
+
+
+@pytest.mark.parametrize("source", ["self._trainer._connector.x()", 'getattr(trainer.strategy, "_model", None)'])
+def test_a_private_name_of_lightning_is_found(tmp_path: Path, source: str) -> None:
+    (tmp_path / "lightning_ckpt" / "_private").mkdir(parents=True)
+    (tmp_path / "lightning_ckpt" / "_private" / "loops.py").write_text(source)
+    (tmp_path / "lightning_ckpt" / "io.py").write_text(f"x = self._trainer\n{source}\n")
+    (found,) = private_names_of_lightning(tmp_path)
+    assert found.startswith("lightning_ckpt/io.py:2: ")
 
 
 def test_only_public_modules_list_their_names() -> None:

@@ -135,7 +135,8 @@ class _ExportPlanner(SavePlanner):
 
 def _check_type(dtype: torch.dtype, key: str) -> None:
     try:
-        torch._utils._element_size(dtype)  # as DCP's writer asks
+        if dtype != torch.bool:  # DCP's writer asks for the size in this way
+            (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype)
     except TypeError as error:
         raise SerializationError(
             f"a tensor of type {dtype_name(dtype)} cannot be saved by DCP", key=key, remedy="convert it to another type"

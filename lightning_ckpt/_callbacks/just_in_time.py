@@ -12,7 +12,7 @@ from ckpt_core.paths import is_remote
 from ckpt_core.state.kinds import join_ranks
 from ckpt_core.survivors import NO_PLACE, BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
 from lightning_ckpt._exact.state import ExactState
-from lightning_ckpt._private.loops import whole_checkpoint
+from lightning_ckpt._private.loops import model_averaging, whole_checkpoint
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ class JustInTime:
     def problem_of(trainer: Any) -> str | None:
         """Return why nothing can be saved when a rank of this Trainer dies, in words; None if it can."""
         strategy = trainer.strategy
-        if getattr(strategy, "_model_averager", None) is not None or getattr(strategy, "_ddp_comm_state", None):
+        averager, hook_state = model_averaging(strategy)
+        if averager is not None or hook_state:
             return "with a state in the communication hook of DDP, each rank has weights or errors of its own"
         bases = {cls.__name__ for cls in type(strategy).__mro__}
         are_replicas = "DDPStrategy" in bases and not bases & {"DeepSpeedStrategy", "XLAStrategy"}

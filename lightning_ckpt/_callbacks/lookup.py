@@ -12,14 +12,11 @@ directory of several experiments. It belongs to a run whose checkpoints are in t
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import functools
 import glob
 import itertools
 import logging
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -246,34 +243,3 @@ def open_filesystem(directory: str, storage_options: Mapping[str, Any] | None) -
     options = {name: value for name, value in (storage_options or {}).items() if name not in _OF_OUR_CLIENTS}
     filesystem, _ = fsspec.core.url_to_fs(directory, **{"use_listings_cache": False, **options})
     return filesystem
-
-
-class _FoundCheckpoint:
-    """Answers for a filesystem what the Trainer asks about the checkpoint that was found for ``"last"``."""
-
-    def __init__(self, modified: float) -> None:
-        self._modified = datetime.datetime.fromtimestamp(modified, tz=datetime.timezone.utc)
-
-    def exists(self, path: str) -> bool:
-        return True
-
-    def modified(self, path: str) -> datetime.datetime:
-        return self._modified
-
-
-def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
-    """Let the Trainer know a checkpoint on a store, and when it was committed (Unix time), without looking for it."""
-    connector = sys.modules[type(trainer._checkpoint_connector).__module__]
-    original = connector.get_filesystem
-    known: dict[str, _FoundCheckpoint] | None = getattr(original, "found_checkpoints", None)
-    if known is None:
-        known = {}
-
-        @functools.wraps(original)
-        def get_filesystem(asked: Any, **options: Any) -> Any:
-            found = known.pop(str(asked), None)
-            return original(asked, **options) if found is None else found
-
-        get_filesystem.found_checkpoints = known  # type: ignore[attr-defined]
-        connector.get_filesystem = get_filesystem  # type: ignore[attr-defined]
-    known[path] = _FoundCheckpoint(modified)

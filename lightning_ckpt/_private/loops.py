@@ -8,6 +8,7 @@ is here, each use with its reason. The names are the same in Lightning 2.5 to 2.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +49,48 @@ def model_averaging(strategy: Any) -> tuple[Any, Any]:
     where there is no hook. Neither has a public name.
     """
     return getattr(strategy, "_model_averager", None), getattr(strategy, "_ddp_comm_state", None)
+
+
+def gathers_on_one_rank(strategy: Any) -> bool:
+    """Return whether a strategy collects the whole state on one rank; that it is asked for has no public name."""
+    is_full = getattr(strategy, "_state_dict_type", None) == "full"
+    return is_full or not getattr(strategy, "_save_distributed_checkpoint", True)
+
+
+def given_to(fabric: Any) -> list[Any]:
+    """Return what may be the checkpoint plugin of a Fabric: its strategy's, and its callbacks."""
+    return [getattr(fabric.strategy, "_checkpoint_io", None), *fabric._callbacks]
+
+
+class _FoundCheckpoint:
+    """Answers for a filesystem what the Trainer asks about the checkpoint that was found for ``"last"``."""
+
+    def __init__(self, modified: float) -> None:
+        self._modified = datetime.datetime.fromtimestamp(modified, tz=datetime.timezone.utc)
+
+    def exists(self, path: str) -> bool:
+        return True
+
+    def modified(self, path: str) -> datetime.datetime:
+        return self._modified
+
+
+def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
+    """Let the Trainer know a checkpoint on a store, and when it was committed (Unix time), without looking for it."""
+    connector = sys.modules[type(trainer._checkpoint_connector).__module__]
+    original = connector.get_filesystem
+    known: dict[str, _FoundCheckpoint] | None = getattr(original, "found_checkpoints", None)
+    if known is None:
+        known = {}
+
+        @functools.wraps(original)
+        def get_filesystem(asked: Any, **options: Any) -> Any:
+            found = known.pop(str(asked), None)
+            return original(asked, **options) if found is None else found
+
+        get_filesystem.found_checkpoints = known  # type: ignore[attr-defined]
+        connector.get_filesystem = get_filesystem  # type: ignore[attr-defined]
+    known[path] = _FoundCheckpoint(modified)
 
 
 class Internals:

@@ -24,6 +24,7 @@ from ckpt_core import Kind, Part, RankGroup
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StateMismatchError
 from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.state.kinds import frozen_parameters
+from lightning_ckpt._private.loops import given_to
 from lightning_ckpt._routing.trainer import (
     is_routed,
     is_sharded,
@@ -56,8 +57,7 @@ def route_fabric(fabric: Any) -> None:
 
 
 def _plugin_of(fabric: Any) -> Any:
-    given = [getattr(fabric.strategy, "_checkpoint_io", None), *fabric._callbacks]
-    return next((candidate for candidate in given if getattr(candidate, "saves_together", False)), None)
+    return next((candidate for candidate in given_to(fabric) if getattr(candidate, "saves_together", False)), None)
 
 
 def _model_of(state: Mapping[str, Any]) -> nn.Module:

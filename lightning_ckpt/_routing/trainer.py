@@ -25,6 +25,7 @@ from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.ranks import raise_together
 from ckpt_core.state.kinds import frozen_parameters
 from lightning_ckpt._preemption import watch_boundaries
+from lightning_ckpt._private.loops import gathers_on_one_rank
 from lightning_ckpt._private.replacing import Live, replace, wrap
 from lightning_ckpt._routing.post_local_sgd import refuse_unequal_ranks
 
@@ -78,9 +79,7 @@ def refuse_strategy(strategy: Any) -> None:
             f"ShardedCheckpointIO does not work with {type(strategy).__name__}, which writes its own checkpoints",
             remedy="leave the plugin out, or train with FSDPStrategy, ModelParallelStrategy or DDP",
         )
-    if getattr(strategy, "_state_dict_type", None) == "full" or not getattr(
-        strategy, "_save_distributed_checkpoint", True
-    ):
+    if gathers_on_one_rank(strategy):
         raise CheckpointError(
             f"{type(strategy).__name__} gathers the whole state on one rank, but ShardedCheckpointIO exists so "
             "that no rank has to",
