@@ -60,7 +60,7 @@ class LoaderPositions:
     """
 
     def __init__(self, accelerator: Any, *, warn: Callable[[str], None]) -> None:
-        private_data.check()
+        private_data.check(accelerator)
         self._accelerator = accelerator
         self._warn = warn
         self._positions: list[LoaderPosition] = []

@@ -1,4 +1,4 @@
-"""The only file that touches private parts of Accelerate's data loaders.
+"""The only file that touches private parts of Accelerate's data loaders, and what is needed of an Accelerator's.
 
 Accelerate has no hook around the iteration of a prepared loader, makes the iterator of the loader inside it and reads
 one batch ahead; its ``skip_first_batches`` returns another loader, whose progress nobody writes back. What is needed to
@@ -37,12 +37,22 @@ _NEEDED_ARGUMENTS = {
     "IterableDatasetShard": ("batch_size", "drop_last", "num_processes", "split_batches"),
     "skip_first_batches": ("dataloader", "num_batches"),
 }
-_REMEDY = "use Accelerate 1.10 to 1.15, or attach with exact=False"
+# Lists of what it has prepared and registered, which no public name gives whole; ``_state`` and ``_data`` read them.
+_NEEDED_OF_AN_ACCELERATOR = (
+    "_custom_objects",
+    "_dataloaders",
+    "_load_model_state_pre_hook",
+    "_models",
+    "_optimizers",
+    "_save_model_state_pre_hook",
+    "_schedulers",
+)
+_REMEDY = "use Accelerate 1.10 to 1.15"
 
 
-def missing_internals() -> list[str]:
-    """Return the private names this file uses that this release of Accelerate does not have."""
-    missing = []
+def missing_internals(accelerator: Any) -> list[str]:
+    """Return the private names this package uses that this release of Accelerate does not have."""
+    missing = [f"Accelerator.{name}" for name in _NEEDED_OF_AN_ACCELERATOR if not hasattr(accelerator, name)]
     for owner, names in _NEEDED.items():
         found = getattr(data_loader, owner, None)
         missing += [f"data_loader.{owner}.{name}" for name in names if not hasattr(found, name)]
@@ -55,9 +65,9 @@ def missing_internals() -> list[str]:
     return missing
 
 
-def check() -> None:
+def check(accelerator: Any) -> None:
     """Make sure that this release of Accelerate is built as we know it: else exact resume is not possible."""
-    missing = missing_internals()
+    missing = missing_internals(accelerator)
     if missing:
         raise not_as_known(f"it has no {', '.join(missing)}")
 

@@ -422,17 +422,19 @@ def test_following_costs_little_for_each_batch() -> None:
 
 
 def test_nothing_has_moved() -> None:
-    assert private_data.missing_internals() == [], "this release of Accelerate has moved something"
+    assert private_data.missing_internals(Accelerator()) == [], "this release of Accelerate has moved something"
 
 
 def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator()
+    del accelerator._schedulers
     monkeypatch.setitem(private_data._NEEDED, "DataLoaderShard", ("_renamed",))
     monkeypatch.setitem(private_data._NEEDED_ARGUMENTS, "BatchSamplerShard", ("other_batches",))
     with pytest.raises(
         CheckpointError,
-        match=r"has no data_loader\.DataLoaderShard\._renamed, data_loader\.BatchSamplerShard\(other_batches\)",
+        match=r"has no Accelerator\._schedulers, data_loader\.DataLoaderShard\._renamed, data_loader\.BatchSamplerShard\(other_batches\)",
     ):
-        LoaderPositions(Accelerator(), warn=print)
+        LoaderPositions(accelerator, warn=print)
 
 
 def test_an_iteration_that_is_made_in_another_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
