@@ -406,7 +406,7 @@ def test_lines_of_another_shape_are_left_out(
     assert main(["report", log, "--json"]) == 0
     expected = capsys.readouterr().out
     with open(log, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"path": "a.ckpt", "time": time.time(), "pid": 1, "host": "other", **odd}) + "\n")
+        file.write("\n" + json.dumps({"path": "a.ckpt", "time": time.time(), "pid": 1, "host": "other", **odd}) + "\n")
     assert main(["report", log, "--json", "--output", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out == expected
 
