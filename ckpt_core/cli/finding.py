@@ -143,10 +143,11 @@ def refuse_itself(source: str, target: str) -> None:
 
 
 def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, force: bool) -> None:
-    """Refuse a target at which something is; with ``force``, only what is no checkpoint."""
+    """Refuse a target at which something is, with ``force`` only what is no checkpoint; and one without a bucket."""
     from ckpt_core._pipeline.loading import is_directory_checkpoint
-    from ckpt_core.storage import local_path, storage_for
+    from ckpt_core.storage import local_path, refuse_missing_bucket, storage_for
 
+    refuse_missing_bucket(path, storage_options)
     place = local_path(path).rstrip("/")
     storage = storage_for(place, storage_options)
     if not is_directory_checkpoint(storage, place) and (storage.list(place) or storage.subdirectories(place)):

@@ -85,9 +85,10 @@ def _mv(options: Options) -> int:
 
 def _transfer_all(options: Options, *, removes: bool) -> int:
     from ckpt_core.cli.progress import progress
-    from ckpt_core.storage import local_path
+    from ckpt_core.storage import local_path, refuse_missing_bucket
 
     target_options = _target_options(options)
+    refuse_missing_bucket(options.target, target_options)
     given = local_path(options.target)
     infos: list[CheckpointInfo] = []
     failures: dict[str, CheckpointError] = {}  # of some of several; the others are taken
@@ -165,8 +166,10 @@ class _Step:
 
 def _sync(options: Options) -> int:
     from ckpt_core.cli.progress import progress
+    from ckpt_core.storage import refuse_missing_bucket
 
     target_options = _target_options(options)
+    refuse_missing_bucket(options.target, target_options)
     copies, deletions = _plan(options, target_options)
     size = sum(_MOVED * step.info.size for step in copies if step.action in ("copy", "replace"))
     size += sum(step.info.size for step in copies if step.action == "was there" and options.verify)

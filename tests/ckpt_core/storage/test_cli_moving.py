@@ -318,6 +318,28 @@ def test_a_bucket_that_does_not_exist_is_no_first_start(
     assert f"there is no such bucket: {bucket}typo\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", ["cp a.ckpt T/b.ckpt", "mv a.ckpt T/b.ckpt", "sync . T", "convert a.ckpt T/b --to directory"]
+)
+def test_a_target_in_a_bucket_that_does_not_exist_is_refused_once(
+    server_of: Callable[[str], Server],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    server = server_of("moto")
+    missing = f"{server.new_bucket()}-typo"
+    monkeypatch.chdir(tmp_path)
+    Checkpointer(strategy="sync").save({"step": 1}, "a.ckpt")
+    arguments = [word.replace("T", missing) for word in words.split()]
+    assert main([*arguments, "--storage-options", json.dumps(dict(server.options))]) == 1
+    first, *rest = capfd.readouterr().err.splitlines()
+    assert first == f"ckpt: CheckpointNotFoundError: there is no such bucket: {missing}"
+    assert rest == ["  what to do: make it, or check its name and the endpoint"]
+    assert Path("a.ckpt").exists()
+
+
 def test_a_hint_names_the_verb_that_was_used(server_of: Callable[[str], Server], capsys: Capture) -> None:
     server = server_of("moto")
     bucket = server.new_bucket()
