@@ -256,7 +256,7 @@ class SnapshotCoordinator:
 
     def _greet_shard(self, hello: Hello) -> list[Effect]:
         if hello.sender not in self._shards:
-            raise InconsistentCutError(f"{hello.sender} is none of the run's shards: {', '.join(self._shards)}")
+            raise InconsistentCutError(f"{hello.sender} is not one of the run's shards: {', '.join(self._shards)}")
         self._shards_here.add(hello.sender)
         return self._welcome(hello)
 

@@ -52,7 +52,7 @@ def printable(text: str) -> str:
 
 
 def complain(error: Exception | str, command: str = "ckpt") -> None:
-    """Print an error as people are told of it, without what would control the terminal."""
+    """Print an error in words, without characters that would control the terminal."""
     text = f"{command}: {error}" if isinstance(error, str) else f"{command}: {type(error).__name__}: {error}"
     print("\n".join(printable(line) for line in text.split("\n")), file=sys.stderr)
 

@@ -415,7 +415,7 @@ def _lock_record(place: str) -> int:
 
 def _delete(directory: str, record: int) -> None:
     """Delete the snapshots of a run, unless it is alive; ``record`` is closed."""
-    gone = f"{directory}-{uuid.uuid4().hex[:12]}"  # at once, because a run that begins makes the directory anew
+    gone = f"{directory}-{uuid.uuid4().hex[:12]}"  # at once, because a run that begins makes the directory again
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.stat(f"{directory}/{_RECORD}"), os.fstat(record)):
