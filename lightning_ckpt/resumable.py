@@ -6,6 +6,7 @@ look-ups.
 
 # Not "from __future__ import annotations": as of ModelCheckpoint, an annotation is a type, which parsers read.
 import contextlib
+import functools
 import inspect
 import logging
 import os
@@ -337,8 +338,20 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._recording is not None:
             self._recording.batch_ended(outputs, batch_idx)
+        save = functools.partial(self._after_batch, trainer, pl_module, outputs, batch, batch_idx)
+        self._after_hooks("on_train_batch_end", save)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._after_hooks("on_validation_end", functools.partial(super().on_validation_end, trainer, pl_module))
+
+    def _after_hooks(self, name: str, save: Callable[[], None]) -> None:
+        # what the module's own hook changes and logs is to be in the checkpoint
         if self._state is not None:
-            self._state.batch_ends()
+            self._state.after_hooks(name, save)
+        else:
+            save()
+
+    def _after_batch(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._auto_interval is not None:
             self._auto_interval.after_batch(lambda: self._save_for_restart(trainer))

@@ -70,6 +70,9 @@ _IN_PROGRESS = (
     "_validation",
     "_validation_over",
     "_validation_progress",
+    "_versions_at_end",
+    "_hooks_are_over",
+    "_after_hooks",
 )
 
 
@@ -112,7 +115,8 @@ class ExactState(Live):
         self._lengths = EpochLengths()
         self._is_in_epoch = self._is_inside = self._is_cut = False
         self._versions_at_end: int | None = None
-        self._changes_late = False
+        self._changes_late = self._hooks_are_over = False
+        self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
         self._precision: Precision | None = None  # of what is restored, until the training starts
@@ -136,6 +140,7 @@ class ExactState(Live):
         self._internals.before_iterators(self._before_iterators)
         self._internals.around_epoch_start(self._epoch_starts)
         self._internals.around_validation(self._before_validation, self._end_validation, self._after_validation)
+        self._internals.after_last_hooks(self._hooks_have_run)
 
     @classmethod
     def of(cls, trainer: Any, replay: bool, warn: Callable[[str], None]) -> ExactState:
@@ -200,7 +205,6 @@ class ExactState(Live):
                 self._variables.epoch_begins()
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
-        self._versions_at_end = None  # the hooks of the epoch's end have run since
         self._epoch_ended()
         before = self._users.digests()
         self._epoch.run(begin)
@@ -246,8 +250,8 @@ class ExactState(Live):
 
     def _before_fetch(self, rng: RngState) -> None:
         self._batch = self._moment(rng)
-        self._see_late_changes(self._batch.versions)
-        self._backward = False
+        self._backward = self._hooks_are_over = False
+        self._after_hooks = []  # those of hooks that have failed
         self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
         if self._data.attempts <= self._data.begun + self._internals.prefetched:
             self._counters.pass_begins(self._data.begun)
@@ -255,11 +259,6 @@ class ExactState(Live):
             self._accumulation.window_closed()
         if self.at_moment is not None:
             self.at_moment()
-
-    def _see_late_changes(self, versions: int) -> None:
-        # since the callbacks' hooks at the end of a batch, only that of the module has run
-        self._changes_late |= self._versions_at_end not in (None, versions)
-        self._versions_at_end = None
 
     def _run_inside(self, run: Callable[[], Any]) -> Any:
         # a callback runs the loops while they run; what it interrupts is still under way after that
@@ -276,7 +275,6 @@ class ExactState(Live):
 
     def _before_validation(self) -> None:
         if not self._trainer.sanity_checking:
-            self._see_late_changes(self._versions())
             self._validation, self._validation_over = self._moment(RngState.capture()), False
             self._modes_outside = self._modes.capture()
             self._validation_progress = self._internals.progress()
@@ -308,10 +306,25 @@ class ExactState(Live):
         if self._open_gradients:
             self._open_gradients.difference_update(id(p) for group in optimizer.param_groups for p in group["params"])
 
-    def batch_ends(self) -> None:
-        """The hooks ``on_train_batch_end`` of callbacks run; that of the module is the last."""
-        if is_users_own(getattr(type(self._trainer.lightning_module), "on_train_batch_end", None)):
+    def after_hooks(self, name: str, save: Callable[[], None]) -> None:
+        """Call ``save`` when the hooks ``name`` have run, of which the module's comes after those of all callbacks.
+
+        ``name`` is ``on_train_batch_end`` or ``on_validation_end``. Where the module has none, it is called at once.
+        """
+        if self._released or not is_users_own(getattr(type(self._trainer.lightning_module), name, None)):
+            save()
+            return
+        if name == "on_train_batch_end":
             self._versions_at_end = self._versions()
+        self._after_hooks.append(save)
+
+    def _hooks_have_run(self) -> None:
+        if self._versions_at_end is not None:
+            self._changes_late |= self._versions_at_end != self._versions()
+            self._versions_at_end, self._hooks_are_over = None, True
+        saves, self._after_hooks = self._after_hooks, []
+        for save in saves:
+            save()
 
     def training_ended(self) -> None:
         """Keep what saves after the fit are to carry, because the loops will be torn down."""
@@ -431,7 +444,7 @@ class ExactState(Live):
         # what begins anew is not read again
         notes = self._data.notes() if in_epoch else []
         notes += unsaved_hook_states(self._trainer.strategy.model)
-        if phase == "batch_end" and self._changes_late:
+        if phase == "batch_end" and self._changes_late and not self._hooks_are_over:
             notes.append(
                 f"{type(self._trainer.lightning_module).__name__}.on_train_batch_end changes weights or buffers, and "
                 "Lightning runs it after the callback that saved (do it in on_before_zero_grad or training_step)"

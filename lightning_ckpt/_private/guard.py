@@ -46,6 +46,7 @@ _CONNECTOR = (
     "_progress_bar_metrics",
     "on_batch_end",
     "on_epoch_end",
+    "reset_results",
     "update_train_epoch_metrics",
     "update_train_step_metrics",
 )

@@ -17,6 +17,8 @@ from typing import Any
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt._private.replacing import replace, replace_once, wrap
 
+_AFTER_LAST_HOOKS = ("on_batch_end", "reset_results")
+
 
 def checkpoint_directory(callback: Any, trainer: Any) -> str:
     """Where a ``ModelCheckpoint`` keeps its files.
@@ -152,6 +154,19 @@ class Internals:
         """
         wrap(self.fit_loop, "on_advance_start", call)
 
+    def after_last_hooks(self, call: Callable[[], None]) -> None:
+        """Call when the hooks ``on_train_batch_end`` or ``on_validation_end`` have run; and at other times, too.
+
+        The module's comes after those of all callbacks, and nothing else before the counters and logged values change.
+        """
+
+        def then(original: Callable[[], None]) -> None:
+            call()
+            original()
+
+        for name in _AFTER_LAST_HOOKS:
+            wrap(self.connector, name, then)
+
     def around_validation(
         self, before: Callable[[], None], over: Callable[[], None], after: Callable[[], None]
     ) -> None:
@@ -223,6 +238,7 @@ class Internals:
             (self.fit_loop, ("_load_combined_loader_states", "load_state_dict", "on_advance_start", "run")),
             (self.epoch_loop, ("reset", "on_run_start", "advance", "_should_check_val_fx")),
             (self.val_loop, ("run", "_on_evaluation_end")),
+            (self.connector, _AFTER_LAST_HOOKS),
         ):
             for name in names:
                 vars(owner).pop(name, None)

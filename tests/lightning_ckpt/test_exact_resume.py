@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.exact_cases import (
     Model,
     Outcome,
@@ -261,3 +262,35 @@ FEATURES = {
 @pytest.mark.parametrize("case", FEATURES.values(), ids=[name.replace(" ", "-") for name in FEATURES])
 def test_features(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+class ActsLate(Model):
+    """Its own hooks, which come after those of all callbacks, log values, draw random numbers and change weights."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("late", outputs["loss"] + torch.rand(()), on_step=True, on_epoch=True)
+        with torch.no_grad():
+            self.other.weight.mul_(0.99)
+
+    def on_validation_end(self) -> None:
+        with torch.no_grad():
+            self.other.weight.add_(torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    "saves", [{"every_n_train_steps": 5}, {"monitor": "val_loss", "save_on_train_epoch_end": False}]
+)
+def test_a_save_has_what_the_modules_own_hooks_have_done(saves: dict[str, Any], tmp_path: Path) -> None:
+    def fit(seed: int, path: Path | None = None) -> tuple[Outcome, ResumableCheckpoint]:
+        pl.seed_everything(seed, verbose=False)
+        model = ActsLate(VAL)
+        callback = ResumableCheckpoint(tmp_path / str(seed), "{step}", save_top_k=-1, recorder=False, **saves)
+        trainer = make_trainer(tmp_path, [callback], log_every_n_steps=1)
+        trainer.fit(model, ckpt_path=path)
+        return outcome(trainer, model), callback
+
+    expected, _ = fit(1)
+    path = min((tmp_path / "1").iterdir(), key=lambda path: int(path.stem.partition("=")[2]))
+    found, callback = fit(77, path)
+    assert callback.resumed is not None
+    assert found == expected.after(len(expected.seen) - len(found.seen), len(expected.rows) - len(found.rows))
