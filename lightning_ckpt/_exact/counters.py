@@ -1,4 +1,4 @@
-"""The counters of Lightning's loops, as plain data, and how many batches are accumulated after a resume."""
+"""The counters of Lightning's loops as plain data, when they end, and how many batches are accumulated."""
 
 from __future__ import annotations
 
@@ -146,3 +146,30 @@ class Accumulation:
 
     def _schedule(self) -> Any:
         return next((cb for cb in self._trainer.callbacks if hasattr(cb, "get_accumulate_grad_batches")), None)
+
+
+class Limits:
+    """When one fit ends: limits that hooks have changed, and a stop that waits for ``min_epochs`` or ``min_steps``.
+
+    If the Trainer's argument is another one than in the run that saved, the argument wins.
+    """
+
+    def __init__(self, internals: Internals) -> None:
+        self._internals = internals
+        self._asked = internals.limits()
+
+    def fit_started(self) -> None:
+        """What the Trainer has now is what its user asked for."""
+        self._asked = self._internals.limits()
+
+    def capture(self) -> dict[str, Any]:
+        """Return the limits, those asked for, and whether the run has been told to stop and still has to train."""
+        waits = self._internals.trainer.should_stop and not self._internals.can_stop
+        return {"asked": self._asked, "now": self._internals.limits(), "waits": bool(waits)}
+
+    def resume(self, saved: Mapping[str, Any]) -> str | None:
+        """Set the limits that hooks had changed; return what was set, in words."""
+        names = [name for name, asked in saved["asked"].items() if saved["now"][name] != asked == self._asked[name]]
+        changed = {name: saved["now"][name] for name in names}
+        self._internals.set_limits(changed)
+        return " and ".join(f"{name}={value}" for name, value in changed.items()) or None

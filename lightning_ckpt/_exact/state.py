@@ -35,7 +35,7 @@ from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
-from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
+from lightning_ckpt._exact.counters import Accumulation, Counters, Limits, undo_unfinished
 from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all, is_cut_short
 from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.fit_resume import Resume
@@ -108,6 +108,7 @@ class ExactState(Live):
         self._resume = Resume(self._internals)
         self._counters = Counters(self._internals, self._run_inside)
         self._accumulation = Accumulation(trainer)
+        self._limits = Limits(self._internals)
         self._epoch = EpochStart(self._internals)
         self._modes = Modes(trainer.lightning_module)
         self._users = UsersObjects(trainer)
@@ -165,6 +166,8 @@ class ExactState(Live):
         self._post_local_sgd.fit_started()
         if self._precision is not None:
             self._precision.restore_weights(self._trainer.lightning_module)
+        self._limits.fit_started()
+        self._resume_limits()
 
     def training_starts(self) -> None:
         """The hooks ``on_train_start`` run; the loops will look at their counters next."""
@@ -477,6 +480,7 @@ class ExactState(Live):
                 "changed": changed,
                 "set_by_hooks": self._users.set_by_hooks(),
                 "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends) if looks else {},
+                "limits": self._limits.capture(),
                 "epoch_lengths": self._lengths.capture(None if in_epoch else self._whole_epoch()),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
@@ -590,7 +594,15 @@ class ExactState(Live):
         self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, "lr_schedulers": schedulers}
         self._precision = Precision(checkpoint, self._trainer.lightning_module)
         self._variables.resume(state[Kind.REPLICATED.value].get("variables", {}))
+        if self._trainer.strategy.restore_checkpoint_after_setup:  # the fit has started
+            self._resume_limits()
         return True
+
+    def _resume_limits(self) -> None:
+        limits = None if self._loaded is None else self._loaded[Kind.REPLICATED.value].get("limits")
+        changed = None if limits is None else self._limits.resume(limits)
+        if changed is not None:
+            announce(self._trainer, f"This run continues with {changed}, as set by a hook of the run that it resumes.")
 
     def _restored_by_others(self, checkpoint: Mapping[str, Any]) -> None:
         resumes = self._loaded is not None or self._resume.awaits_training_state
@@ -651,6 +663,7 @@ class ExactState(Live):
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)
         self._internals.set_progress(shared["progress"])
+        self._trainer.should_stop |= shared.get("limits", {}).get("waits", False) and not self._internals.can_stop
         self._counters.resumed(shared["phase"])
         restore_metrics(self._internals, module, mine["metrics"])
         self._look_again()

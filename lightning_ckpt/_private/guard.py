@@ -12,12 +12,15 @@ from torchmetrics import SumMetric
 from ckpt_core.errors import CheckpointError
 
 _FIT_LOOP = (
+    "_can_stop_early",
     "_combined_loader",
     "_data_fetcher",
     "_last_train_dl_reload_epoch",
     "_load_combined_loader_states",
     "_restarting",
     "epoch_progress",
+    "max_epochs",
+    "min_epochs",
     "on_advance_start",
 )
 _EPOCH_LOOP = (
@@ -31,6 +34,8 @@ _EPOCH_LOOP = (
     "automatic_optimization",
     "batch_progress",
     "manual_optimization",
+    "max_steps",
+    "min_steps",
     "on_run_start",
     "reset",
     "scheduler_progress",

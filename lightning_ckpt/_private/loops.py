@@ -17,6 +17,7 @@ from typing import Any
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt._private.replacing import replace, replace_once, wrap
 
+_LIMITS = ("max_epochs", "max_steps", "min_epochs", "min_steps")
 _AFTER_LAST_HOOKS = ("on_batch_end", "reset_results")
 
 
@@ -289,6 +290,21 @@ class Internals:
         current = {"epoch": self.fit_loop.epoch_progress.current, "batch": self.epoch_loop.batch_progress.current}
         names = ("ready", "started", "processed", "completed")
         return {kind: {name: int(getattr(of, name)) for name in names} for kind, of in current.items()}
+
+    def limits(self) -> dict[str, int | None]:
+        """When the fit ends, by the names of the Trainer's arguments, which hooks change on the loops."""
+        epochs, steps = vars(self.fit_loop), vars(self.epoch_loop)
+        return {name: (epochs if "epochs" in name else steps)[name] for name in _LIMITS}
+
+    def set_limits(self, limits: Mapping[str, int | None]) -> None:
+        """Set what :meth:`limits` returned."""
+        for name, value in limits.items():
+            setattr(self.fit_loop if "epochs" in name else self.epoch_loop, name, value)
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether the run has trained for ``min_epochs`` and ``min_steps``."""
+        return bool(self.fit_loop._can_stop_early)
 
     def set_progress(self, progress: dict[str, Any]) -> None:
         """Undo :meth:`progress`, and tell the loops that they are not restarting: they just continue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,52 @@ def test_accumulation(
     assert steps == steps_after(*expected)
     assert len(warned) == (told is not None)
     assert told is None or f"accumulate_grad_batches {told} now" in warned[0]
+
+
+class Ends(Callback):
+    """A hook that changes when the fit ends, after the third batch."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = limits
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.should_stop = not self.limits
+            for name, value in self.limits.items():
+                setattr(trainer.fit_loop if "epochs" in name else trainer.fit_loop.epoch_loop, name, value)
+
+
+@pytest.mark.parametrize(
+    ("hook", "first", "second", "steps", "told"),
+    [
+        pytest.param(Ends(max_epochs=4), {}, {}, 32, "max_epochs=4", id="more epochs"),
+        pytest.param(Ends(max_steps=10), {}, {}, 10, "max_steps=10", id="fewer steps"),
+        pytest.param(Ends(max_epochs=4), {}, {"max_epochs": 3}, 24, None, id="another argument"),
+        pytest.param(Ends(), {"max_epochs": 4, "min_epochs": 2}, {"max_epochs": 4, "min_epochs": 2}, 16, None, id="waits"),
+        pytest.param(Ends(), {"max_epochs": 4, "min_steps": 11}, {"max_epochs": 4, "min_steps": 11}, 11, None, id="steps"),
+        pytest.param(Ends(), {"min_epochs": 2}, {"max_epochs": 3}, 24, None, id="waits no more"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [("on_train_batch_end", 5), ("on_train_epoch_end", 1)], ids=["in", "between"])
+def test_when_the_fit_ends(
+    at: tuple[str, int],
+    hook: Ends,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    steps: int,
+    told: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    save = SaveAt(*at, tmp_path / "saved.ckpt")
+    fit(tmp_path, options={}, callbacks=[hook, save], **first)
+    caplog.set_level(logging.INFO, "lightning.pytorch.lightning_ckpt")
+    taken, warned = fit(tmp_path, options={}, callbacks=[hook], ckpt_path=save.path, **second)
+    assert taken[-1] == steps
+    assert not warned
+    said = [line for line in caplog.messages if "as set by a hook" in line]
+    assert len(said) == (told is not None)
+    assert told is None or f"continues with {told}, as set by a hook" in said[0]
 
 
 @pytest.mark.parametrize(
