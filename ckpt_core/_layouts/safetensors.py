@@ -50,6 +50,8 @@ _SAFETENSORS = {
     torch.bool: "BOOL",
 }
 _PARTS_OF_COMPLEX = {torch.complex32: "F16", torch.complex64: "F32", torch.complex128: "F64"}
+if hasattr(torch, "bcomplex32"):  # since torch 2.15
+    _PARTS_OF_COMPLEX[torch.bcomplex32] = "BF16"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -138,9 +140,9 @@ class TensorInfo(NamedTuple):
     def empty(self, device: str | torch.device | None = None) -> torch.Tensor:
         """Return such a tensor; its values are undefined."""
         with torch.inference_mode(False):
-            if self.dtype is not torch.complex32:
+            if not self.dtype.is_complex or self.dtype.itemsize > 4:
                 return torch.empty(self.shape, dtype=self.dtype, device=device)
-            # torch warns of this type whenever it makes one.
+            # torch warns of complex numbers of halves whenever it makes some.
             return torch.empty(self.nbytes, dtype=torch.uint8, device=device).view(self.dtype).view(self.shape)
 
 

@@ -63,6 +63,8 @@ def _megabytes(text: str) -> int:
 
 
 def _doctor(options: Options) -> int:
+    import torch
+
     from ckpt_core._devices.streams import accelerator_name
 
     versions: dict[str, str | None] = {}
@@ -71,6 +73,7 @@ def _doctor(options: Options) -> int:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    versions["torch"] = torch.__version__  # with its build, such as +cu132
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs",

@@ -22,15 +22,35 @@ def without_data() -> Iterator[None]:
     """Let ``torch.load`` build tensors without reading their bytes.
 
     Nor does it check the indices of sparse tensors then, which are not there: neither at the end of this load, where a
-    program has switched ``torch.sparse.check_sparse_tensor_invariants`` on, nor, when this one fails, at the end of the
-    next load of the process, to which torch leaves what it has listed.
+    program has switched ``torch.sparse.check_sparse_tensor_invariants`` on or torch always does it, nor, when this one
+    fails, at the end of the next load of the process, to which torch leaves what it has listed.
     """
-    with _UNCHECKED, torch.sparse.check_sparse_tensor_invariants(False), skip_data():
+    with _UNCHECKED, torch.sparse.check_sparse_tensor_invariants(False), _unlisted(), skip_data():
         try:
             yield
         except BaseException:
-            vars(torch._utils).get("_sparse_tensors_to_validate", []).clear()
+            vars(torch._utils).get("_sparse_tensors_to_validate", []).clear()  # until torch 2.13
             raise
+
+
+class _Unlisted(list[Any]):
+    def append(self, _: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _unlisted() -> Iterator[None]:
+    """Let this thread list no sparse tensors that are to be checked; torch has a list for each thread since 2.15."""
+    of_thread: Any = getattr(torch.serialization, "_serialization_tls", None)
+    listed = getattr(of_thread, "sparse_tensors_to_validate", None)
+    if listed is None:
+        yield
+        return
+    of_thread.sparse_tensors_to_validate = _Unlisted()
+    try:
+        yield
+    finally:
+        of_thread.sparse_tensors_to_validate = listed
 
 
 class StorageCollector:

@@ -83,8 +83,9 @@ def test_every_type_comes_back_bit_by_bit_and_safetensors_opens_the_file(tmp_pat
         matrix = file.get_tensor("matrix")
         if dtype in NATIVE:
             assert matrix.dtype == dtype
-        if dtype.is_complex and dtype is not torch.complex32:
+        if dtype.is_complex:
             assert matrix.shape == (3, 5, 2)
+        if dtype.is_complex and dtype.itemsize > 4:  # torch cannot compare halves
             assert torch.equal(matrix, torch.view_as_real(state["matrix"])) or bool(matrix.isnan().any())
         assert same_bytes(matrix, state["matrix"])
 
