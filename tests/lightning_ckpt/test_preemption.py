@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +267,26 @@ def test_what_fails_when_signals_begin_to_be_watched_is_what_is_raised(
     trainer = Trainer(max_steps=1, callbacks=[callback], logger=False, enable_progress_bar=False, accelerator="cpu")
     with pytest.raises(OSError, match="no threads"):
         trainer.fit(BoringModel())
+
+
+_SETUP_WITHOUT_A_FIT = """
+import os, signal, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_ckpt import ResumableCheckpoint
+from lightning_ckpt._preemption import _ATTRIBUTE
+
+callback = ResumableCheckpoint(dirpath=sys.argv[1])
+trainer = Trainer(logger=False, callbacks=[callback])
+callback.setup(trainer, BoringModel(), "fit")
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+os.kill(os.getpid(), signal.SIGTERM)
+vars(trainer)[_ATTRIBUTE]._start._threads[0].close()  # it has heard of the signal by then
+print("goes on", flush=True)
+"""
+
+
+def test_a_setup_that_no_fit_followed_leaves_a_signal_to_the_handler_that_came_after(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SETUP_WITHOUT_A_FIT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == (["handled", "goes", "on"], 0), done.stderr
