@@ -50,7 +50,7 @@ _SAFETENSORS = {
     torch.bool: "BOOL",
 }
 _PARTS_OF_COMPLEX = {torch.complex32: "F16", torch.complex64: "F32", torch.complex128: "F64"}
-if hasattr(torch, "bcomplex32"):  # since torch 2.15
+if hasattr(torch, "bcomplex32"):  # since torch 2.14
     _PARTS_OF_COMPLEX[torch.bcomplex32] = "BF16"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -120,7 +120,7 @@ _REMEDIES = {
     errno.EISDIR: "there is a directory of that name: choose another path or delete it",
     errno.ENOTDIR: "a part of the path is a file: check the path",
     errno.EEXIST: "a part of the path is a file: check the path",
-    errno.EFBIG: "no file may be that large: raise the limit (ulimit -f), or save to another filesystem",
+    errno.EFBIG: "a file may not grow that large here: raise the limit (ulimit -f), or save to another filesystem",
     errno.EMFILE: "this process has too many files open: close some, or raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "choose a shorter file name",
     errno.ECONNRESET: "the storage broke the connection: check the network and that it is up, then save again",

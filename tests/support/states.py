@@ -14,7 +14,7 @@ DTYPES = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     torch.bool,
-    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # since torch 2.15
+    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # since torch 2.14
 )
 
 

@@ -26,31 +26,42 @@ def without_data() -> Iterator[None]:
     fails, at the end of the next load of the process, to which torch leaves what it has listed.
     """
     with _UNCHECKED, torch.sparse.check_sparse_tensor_invariants(False), _unlisted(), skip_data():
-        try:
-            yield
-        except BaseException:
-            vars(torch._utils).get("_sparse_tensors_to_validate", []).clear()  # until torch 2.13
-            raise
+        yield
 
 
 class _Unlisted(list[Any]):
-    def append(self, _: Any) -> None:
-        pass
+    """Takes what other threads list, and not what its own does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def append(self, tensor: Any) -> None:
+        if threading.get_ident() != self._thread:
+            super().append(tensor)
 
 
 @contextlib.contextmanager
 def _unlisted() -> Iterator[None]:
-    """Let this thread list no sparse tensors that are to be checked; torch has a list for each thread since 2.15."""
-    of_thread: Any = getattr(torch.serialization, "_serialization_tls", None)
-    listed = getattr(of_thread, "sparse_tensors_to_validate", None)
+    """Let this thread list no sparse tensors that are to be checked when a load ends.
+
+    No public name tells torch so where it always checks, as it does since 2.14. It has a list for each thread since
+    2.15, and one for all before.
+    """
+    owner, name = getattr(torch.serialization, "_serialization_tls", None), "sparse_tensors_to_validate"
+    if not hasattr(owner, name):
+        owner, name = torch._utils, "_sparse_tensors_to_validate"
+    listed = getattr(owner, name, None)
     if listed is None:
         yield
         return
-    of_thread.sparse_tensors_to_validate = _Unlisted()
+    ours = _Unlisted()
+    setattr(owner, name, ours)
     try:
         yield
     finally:
-        of_thread.sparse_tensors_to_validate = listed
+        setattr(owner, name, listed)
+        listed.extend(ours)
 
 
 class StorageCollector:
