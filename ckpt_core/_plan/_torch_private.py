@@ -49,6 +49,8 @@ def on_whole_mesh(
     The ranks of the other slices have the same tensor on theirs.
     """
     find = getattr(mesh, "_get_root_mesh", None)  # later than torch 2.8
+    if find is None and not hasattr(device_mesh, "_mesh_resources"):
+        return mesh, tuple(shardings)  # as if it were on its own: a save of slices then fails, and others do not
     whole = device_mesh._mesh_resources.get_root_mesh(mesh) if find is None else find()
     names, known = mesh.mesh_dim_names or (), whole.mesh_dim_names or ()
     if whole is mesh or not names or [name for name in known if name in names] != list(names):
