@@ -304,6 +304,10 @@ def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None])
             raise CheckpointError(
                 "this is a directory, not a checkpoint", path=path, remedy=f"name the checkpoints: ckpt ls {path}"
             )
+        if pins and state_of(found.checkpoints[0], options.storage_options) == "FOREIGN":
+            raise CheckpointError(
+                "this is not a checkpoint", path=path, remedy="check the path: ckpt inspect says more"
+            )
         infos += found.checkpoints
     for info in infos:
         path = info.path.rstrip("/")

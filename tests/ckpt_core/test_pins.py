@@ -108,3 +108,19 @@ def test_keep_ls_prune_and_drop(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not pinned.exists()
     assert main(["keep", str(tmp_path)]) == 1
     assert "name the checkpoints" in capsys.readouterr().err
+
+
+def test_keep_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes, manifest = tmp_path / "notes.txt", tmp_path / "7" / "manifest.json"
+    notes.write_text("lr=3e-4")
+    manifest.parent.mkdir()
+    manifest.write_text("{}")
+    for path in (notes, manifest.parent):
+        assert main(["keep", str(path)]) == 1
+        assert "this is not a checkpoint" in capsys.readouterr().err
+    assert not list(tmp_path.rglob(".*.keep"))
+
+    manifest.write_text("")  # damaged, and somebody may want to look into it
+    assert main(["verify", str(manifest.parent)]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+    assert main(["keep", str(manifest.parent)]) == 0

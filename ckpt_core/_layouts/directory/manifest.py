@@ -164,6 +164,8 @@ def read_stamp(data: bytes, *, path: str) -> Stamp:
 
 
 def _check_bytes(data: bytes, path: str) -> None:
+    if not data:  # as a copy leaves it on a full disk
+        raise CheckpointCorruptedError("the checkpoint's manifest is empty", path=path, remedy=_REMEDY)
     found = _BEGINNING.match(data)
     end = _LAST_LINE.fullmatch(data[-_LAST_LINE_SIZE:])
     if found is None and end is None:
