@@ -193,10 +193,6 @@ class SignalNotes:
         other = getattr(before, "__self__", None)
         return other._handler_before(number) if isinstance(other, SignalNotes) and other._is_closed else before
 
-    def handles(self, name: str) -> bool:
-        """Return whether nobody has replaced the handler of a signal."""
-        return signal.getsignal(getattr(signal, name)) == self._handle
-
     def close(self) -> None:
         """Restore the previous handlers, unless somebody has replaced this one; on any thread, in any order."""
         self._is_closed = True

@@ -40,9 +40,10 @@ _TERMINATE = "SIGTERM"
 def watch_boundaries(trainer: Any) -> None:
     """Let a Trainer act on signals and tell its loggers of checkpoints between two batches, until it is torn down.
 
-    Called on all ranks together, in ``setup``, where a plugin or callback of ours is used. Does nothing a second time.
+    Called on all ranks together, in ``setup``, where a plugin or callback of ours is used. Does nothing a second time,
+    and nothing where ``setup`` is called without a run, as in tests: nobody would tear it down.
     """
-    if vars(trainer).get(_ATTRIBUTE) is not None:
+    if vars(trainer).get(_ATTRIBUTE) is not None or trainer.state.status != "running":
         return
     missing = missing_boundaries(trainer)
     if missing:
@@ -155,8 +156,7 @@ class _Start:
             self._threads.append(SignalThread(self._heard, self._in_child))
 
     def _heard(self, number: int) -> None:
-        # Not where others handle it by now: a fit may never have come, as in tests that call `setup`.
-        if self._threads and number == signal.SIGTERM and self._notes.handles(_TERMINATE):
+        if self._threads and number == signal.SIGTERM:
             self._told(_TERMINATE)
 
     def _told(self, name: str) -> None:
