@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _DEPTH = 2  # levels of the tree
 _DEEPEST = 50
+_MOST = 50  # names under one, without --all
 _LONGEST = 80  # characters of a value
 _MODELS = ("model", "state_dict", "module")  # where a model is, in the words of those who save one
 # Where frameworks say of themselves that they wrote a checkpoint: their version, and whether a resume is exact.
@@ -265,13 +266,17 @@ class _Tree:
         """Yield the lines that show so many levels, all of them if None; what people ask for first."""
         if depth == 0:
             return
-        for first, below in sorted(self.children.items(), key=lambda item: (interest(item[0]), item[1].tensors == 0)):
+        names = sorted(self.children.items(), key=lambda item: (interest(item[0]), item[1].tensors == 0))
+        shown = names if depth is None or len(names) <= _MOST + 1 else names[:_MOST]
+        for first, below in shown:
             name, node = below.shortened(first)
             for leaf in node.leaves:
                 yield f"{indent}{printable(name)}: {described(leaf)}"
             if node.children:
                 yield f"{indent}{printable(name)}  {node.summary()}"
                 yield from node.lines(None if depth is None else depth - 1, indent + "  ")
+        if len(shown) < len(names):
+            yield f"{indent}and {len(names) - len(shown)} more (--all)"
 
     def shortened(self, name: str) -> tuple[str, _Tree]:
         """Return the first name from here on that does not only lead to another one, and what is there."""

@@ -75,6 +75,16 @@ def test_inspect_shows_a_card_and_a_tree(directory: Path, capsys: pytest.Capture
     assert "  0.weight: float32[4, 4]\n" in out and "  b: 2\n" in out
 
 
+def test_inspect_of_many_flat_names_shows_a_screen_of_them(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat = {f"k{index}": index for index in range(1000)}
+    Checkpointer(strategy="sync").save({"flat": flat, "epoch": 3}, directory / "flat.ckpt")
+    assert main(["inspect", str(directory / "flat.ckpt")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["  k49: 49", "  and 950 more (--all)"] and len(lines) < 70
+    assert main(["inspect", str(directory / "flat.ckpt"), "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "  k999: 999"
+
+
 def test_inspect_says_why_a_resume_is_not_exact(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"state_dict": {}, "pytorch-lightning_version": "2.6", "global_step": 1}
     Checkpointer(strategy="sync").save(state, directory / "bare.ckpt")
