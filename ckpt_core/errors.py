@@ -145,9 +145,12 @@ def none_verifies(directory: str, passed_over: Mapping[str, CheckpointError]) ->
         passed_over: The problem of each checkpoint, by path, newest first.
     """
     path, error = next(iter(passed_over.items()))
+    remedy = "move them away to start from scratch"
+    if isinstance(error, StorageError) and error.remedy is not None:  # they may all be intact
+        remedy = error.remedy
     return CheckpointCorruptedError(
         f"none of the checkpoints in the directory can be resumed from: {len(passed_over)} do not verify, such as "
         f"{os.path.basename(path.rstrip('/'))}: {error.message}",
         path=directory,
-        remedy="move them away to start from scratch, or give the path of another checkpoint",
+        remedy=f"{remedy}, or give the path of another checkpoint",
     )

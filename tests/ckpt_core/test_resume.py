@@ -83,8 +83,11 @@ def test_a_directory_that_may_not_be_read_is_passed_over_and_starts_nothing_anew
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
         checkpointer.save([Part("model", {"weight": torch.ones(2)}, Kind.REPLICATED)], closed)
     with closed_to_this_user(closed, mode=mode):
-        with pytest.raises(CheckpointCorruptedError, match=r"1 do not verify, such as step=2: .*: Permission denied"):
+        with pytest.raises(
+            CheckpointCorruptedError, match=r"1 do not verify, such as step=2: .*: Permission denied"
+        ) as none:
             newest_to_resume(anyones_path)
+        assert str(none.value.remedy).startswith("the user of this process may not: change the permissions")
         save(anyones_path, 1)
         caplog.clear()
         assert taken(anyones_path) == "1.ckpt"
