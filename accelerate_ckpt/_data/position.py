@@ -36,6 +36,7 @@ _ON_ITS_OWN = f"{_DRAWS}; its order is reproduced only if it does not depend on 
 _OTHER_BATCH = f"{_DRAWS}; the batch before the saved position is another one now (num_workers=1 avoids that)"
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"
+_NOTHING_INSIDE = {"pass": None, "ahead": None, "begun": None, "last_read": None}
 _OVER = object()
 
 
@@ -352,24 +353,27 @@ class LoaderPosition:
             "habit": self.habit.longest,
             "finished": 0 if inside else self._steps,
             "in_last_body": in_last_body,
-            **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
+            **(self._capture_inside() if inside else _NOTHING_INSIDE),
         }
 
     @property
     def is_being_used(self) -> bool:
         """Whether the script is in the middle of an iteration, and uses the batch that it has."""
-        is_used = self._opening is None or not self._opening.is_unused(self._run.uses)
-        return self._phase == INSIDE and is_used and not self.is_finished
+        return self._phase == INSIDE and (self._opening is None or not self._opening.is_unused(self._run.uses))
 
     def capture_ahead(self) -> dict[str, Any]:
-        """Capture the generators of the moment before the next batch was fetched; in an iteration at first, all of it.
+        """Capture the generators of the moment before the next batch was fetched.
 
-        What an iteration begins with, each rank has for itself.
+        In an iteration's first body, all that it begins with, and in its last, all that the next one begins with: each
+        rank has that for itself.
         """
+        if self.is_finished:
+            self._tracker.begin_at_the_beginning()
+            return {"between": self._tracker.capture_between_passes(), **_NOTHING_INSIDE}
         if self._captured == self._iteration_number:
             return {"ahead": self._capture_moment()}
         self._captured = self._iteration_number
-        return self._capture_inside()
+        return {"between": None, **self._capture_inside()}
 
     def _capture_moment(self) -> dict[str, Any]:
         moment = self._moment_ahead()

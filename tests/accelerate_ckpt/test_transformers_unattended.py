@@ -165,21 +165,26 @@ NEVER: dict[str, Any] = {"kill": -1, "victim": 0, "event": "on_substep_end"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "event", "step"),
-    [(0, "on_substep_end", 7), (1, "on_pre_optimizer_step", 6)],
-    ids=["in the window", "after the exchange"],
+    ("victim", "event", "step", "held"),
+    [
+        (0, "on_substep_end", 7, 7),
+        (1, "on_pre_optimizer_step", 6, 7),
+        (1, "on_step_end", 1, 1),
+        (0, "on_step_end", 5, 5),
+    ],
+    ids=["in the window", "after the exchange", "after the first step", "after an epoch's last step"],
 )
 def test_when_a_rank_is_lost_the_other_saves_what_the_trainer_resumes_from(
-    ranks: Ranks, tmp_path: Path, victim: int, event: str, step: int
+    ranks: Ranks, tmp_path: Path, victim: int, event: str, step: int, held: int
 ) -> None:
     def run(name: str, **more: Any) -> list[RankResult]:
         return ranks.run(LOSS, 2, folder=str(tmp_path / name), save="no", timeout=120, **{**NEVER, **more})
 
     whole = run("whole")
     assert run("run", kill=step, victim=victim, event=event)[1 - victim].error == "RuntimeError"  # of gloo
-    assert saved(tmp_path / "run") == ["checkpoint-7"]
+    assert saved(tmp_path / "run") == [f"checkpoint-{held}"]
     resumed = run("run")
-    assert [(result.told["resumed"], result.told["inexact"]) for result in resumed] == [(7, [])] * 2
+    assert [(result.told["resumed"], result.told["inexact"]) for result in resumed] == [(held, [])] * 2
     for found, expected in zip(resumed, whole, strict=True):
         assert (found.told["weights"], found.told["logged"]) == (expected.told["weights"], expected.told["logged"])
 
