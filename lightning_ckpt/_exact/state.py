@@ -58,6 +58,12 @@ from lightning_ckpt._routing.trainer import is_routed, keeps_whole_gradients
 from lightning_ckpt.io import NO_STATE_KEY
 
 KEY = "lightning_ckpt"
+# what runs in a phase whose name ends so, before what a resume does
+_LAST_HOOKS = {
+    "batch_end": "on_train_batch_end",
+    "validation_end": "on_validation_end",
+    "epoch_end": "on_train_epoch_end",
+}
 VERSION = 1
 
 _ATTRIBUTE = "_lightning_ckpt_exact_state"
@@ -452,6 +458,10 @@ class ExactState(Live):
                 f"{type(self._trainer.lightning_module).__name__}.on_train_batch_end changes weights or buffers, and "
                 "Lightning runs it after the callback that saved (do it in on_before_zero_grad or training_step)"
             )
+        if self._trainer.state.status == "interrupted" and self._has_users_hook(_LAST_HOOKS.get(phase)):
+            notes.append(
+                f"training stopped in the hooks {_LAST_HOOKS[phase]}, and what they had left to do is not done again"
+            )
         if phase == "validation" and moment is not None:
             generators = moment.generators
         if phase == "validation_end" and moment is not None:
@@ -499,6 +509,10 @@ class ExactState(Live):
             },
             "notes": notes,
         }
+
+    def _has_users_hook(self, name: str | None) -> bool:
+        objects = (self._trainer.lightning_module, *self._trainer.callbacks)
+        return name is not None and any(is_users_own(getattr(each, name, None)) for each in objects)
 
     def _validation_generators(self, *, looks: bool) -> list[dict[str, Any]]:
         loaders = list(self._internals.validation_loaders())

@@ -112,7 +112,9 @@ class RaiseIn(pl.Callback):
         ("on_after_backward", BATCHES + 1, 3, None),
         ("on_before_zero_grad", BATCHES + 2, 1, None),
         ("on_train_batch_start", BATCHES + 2, 3, None),
-        ("on_train_batch_end", BATCHES + 2, 3, None),
+        ("on_train_batch_end", BATCHES + 2, 3, "in the hooks on_train_batch_end"),
+        ("on_validation_end", 2, 1, "in the hooks on_validation_end"),
+        ("on_train_epoch_end", 1, 1, "in the hooks on_train_epoch_end"),  # of the model, too, which resets a metric
         ("on_validation_batch_start", 5, 1, None),
     ],
 )

@@ -24,6 +24,7 @@ __all__ = ["server_of", "servers"]  # fixtures
 
 SETTINGS = {"every_n_train_steps": 1000, "resume": "auto", "just_in_time": True}
 BACKWARD = "on_before_backward"
+HOOKS_OF_EPOCH = "training stopped in the hooks on_train_epoch_end"
 
 
 def check_resumes(job: Job, directory: Path, at: int, **spec: Any) -> list[dict[str, Any]]:
@@ -56,6 +57,15 @@ def test_rank_1_is_killed_between_the_exchange_of_gradients_and_its_note(job: Jo
     assert [result["warnings"] for result in resumed] == [[], []]
 
 
+def test_a_rank_that_is_lost_before_the_hooks_of_an_epochs_end_meet_is_said(job: Job, tmp_path: Path) -> None:
+    # the model computes a metric there, together with the other rank, and resets it
+    spec = {"settings": SETTINGS, "own_generators": True}
+    job.run(tmp_path, "first", **spec, signals=[[1, "SIGKILL", "on_train_batch_end", 8]], killed=[1])
+    resumed = job.run(tmp_path, "resumed", **spec)
+    assert [len(result["warnings"]) for result in resumed] == [1, 0]
+    assert HOOKS_OF_EPOCH in resumed[0]["warnings"][0]
+
+
 @pytest.mark.parametrize("every", [2, 3], ids=["within an epoch", "at the end of an epoch"])
 def test_rank_1_is_killed_before_its_first_note_of_a_resumed_start(job: Job, tmp_path: Path, every: int) -> None:
     spec = {"settings": {**SETTINGS, "every_n_train_steps": every}, "own_generators": True}
@@ -68,7 +78,8 @@ def test_rank_1_is_killed_before_its_first_note_of_a_resumed_start(job: Job, tmp
     resumed = job.run(tmp_path, "resumed", **spec, seed=77)
     saved = str(tmp_path / "saved" / f"just-in-time-step={every + 1}.ckpt")
     assert [result["ckpt_path"] for result in resumed] == [saved] * 2
-    assert [result["warnings"] for result in resumed] == [[], []]
+    said = [HOOKS_OF_EPOCH in warning for result in resumed for warning in result["warnings"]]
+    assert said == ([True] if every == 3 else [])
     assert [result["weights"] for result in resumed] == [result["weights"] for result in whole]
 
 
