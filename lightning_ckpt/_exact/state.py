@@ -552,7 +552,8 @@ class ExactState(Live):
                 "a batch was interrupted after it had changed weights or buffers (an optimizer step, or the "
                 "running statistics of batch normalisation); it is trained again"
             )
-        if self._backward and self._window_open(batches):
+        is_manual = not self._trainer.lightning_module.automatic_optimization  # only the user knows when a window ends
+        if self._backward and (is_manual or self._window_open(batches)):
             notes.append("a batch was interrupted after its backward pass began, inside an open accumulation window")
         return notes
 

@@ -132,6 +132,14 @@ def test_interrupted_in_a_hook(hook: str, count: int, accumulate: int, cause: st
         assert len(warned) == 1 and cause in warned[0]
 
 
+@pytest.mark.parametrize(("hook", "count"), [("on_after_backward", 4), ("on_before_optimizer_step", 2)])
+def test_manual_optimization_interrupted_after_a_backward_pass(hook: str, count: int, tmp_path: Path) -> None:
+    # one optimizer steps every third batch: nobody else knows whether its gradients have those of this batch already
+    fit(tmp_path, {"manual": True}, [RaiseIn(hook, count), saver("ours", tmp_path)])
+    _, _, warned = fit(tmp_path, {"manual": True}, [], 77, ckpt_path=tmp_path / "saved.ckpt")
+    assert len(warned) == 1 and "after its backward pass began" in warned[0]
+
+
 class RaiseInStep(Model):
     """Manual optimization that raises between its two optimizer steps."""
 
