@@ -198,6 +198,11 @@ class ExactState(Live):
     def fit_ended(self) -> None:
         """The fit is over, which may have begun at its end."""
         self._variables.ends()
+        if self._loaded is not None:
+            # what a script reads after a fit, such as the metrics that it reports
+            restore_metrics(self._internals, self._trainer.lightning_module, self._loaded["mine"]["metrics"])
+            if notes := self._loaded[Kind.REPLICATED.value]["notes"]:
+                self._warn("; ".join(notes))
         if self._loaded is not None or self._has_none:
             self._announce(self._internals.progress(), "nothing is left to train")
 

@@ -132,6 +132,24 @@ def test_interrupted_in_a_hook(hook: str, count: int, accumulate: int, cause: st
         assert len(warned) == 1 and cause in warned[0]
 
 
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end", "on_fit_end"])
+def test_a_run_that_was_over_has_its_metrics_again(hook: str, tmp_path: Path) -> None:
+    model, trainer, _ = fit(tmp_path, {"val": True}, [])
+    expected = outcome(trainer, model)
+    epochs = trainer.max_epochs if hook == "on_train_epoch_end" else 1
+    fit(tmp_path, {"val": True}, [RaiseIn(hook, epochs), saver("ours", tmp_path)])
+    model, trainer, warned = fit(tmp_path, {"val": True}, [], 77, ckpt_path=tmp_path / "saved.ckpt")
+    found = outcome(trainer, model)
+    assert (found.seen, found.weights) == ([], expected.weights)
+    if hook == "on_train_epoch_end":  # of the model, which had yet to compute one of them
+        assert len(warned) == 1 and "training stopped in the hooks on_train_epoch_end" in warned[0]
+        expected.callback_metrics.pop("unlogged")
+        found.callback_metrics.pop("unlogged")
+    else:
+        assert warned == []
+    assert found.callback_metrics == expected.callback_metrics
+
+
 @pytest.mark.parametrize(("hook", "count"), [("on_after_backward", 4), ("on_before_optimizer_step", 2)])
 def test_manual_optimization_interrupted_after_a_backward_pass(hook: str, count: int, tmp_path: Path) -> None:
     # one optimizer steps every third batch: nobody else knows whether its gradients have those of this batch already
