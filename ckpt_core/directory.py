@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
+from ckpt_core._commit.save_outcome import SaveSeries
 from ckpt_core._layouts.directory.loading import DirectoryReader, Placement
 from ckpt_core._layouts.directory.matching import LocalView
 from ckpt_core._pipeline.directory_commit import copy_directory, has_suffix, names_of_files

@@ -1,6 +1,6 @@
 """Ranks agree on small things without a collective: a call on one rank alone ends in an error, not in a hang.
 
-What becomes of a save, they learn in ``joint_save``.
+What becomes of a save, they learn in ``save_outcome``.
 """
 
 from __future__ import annotations

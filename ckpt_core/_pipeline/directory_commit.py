@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from ckpt_core._commit.joint_save import JointSave
+from ckpt_core._commit.save_outcome import JointSave
 from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest, encode_manifest
 from ckpt_core.commit_time import Stamp
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_core._commit.joint_save import JointSave
+from ckpt_core._commit.save_outcome import JointSave
 from ckpt_core._layouts.directory.files import describe_file
 from ckpt_core._layouts.directory.manifest import ExtraFile
 from ckpt_core._layouts.directory.skeleton import encode_plain

@@ -382,8 +382,8 @@ def _transfer(
 
     If the source is damaged, the target is as it was before, or gone if it was replaced.
     """
-    from ckpt_core._commit.joint_save import SaveSeries
     from ckpt_core._commit.rank_group import RankGroup
+    from ckpt_core._commit.save_outcome import SaveSeries
     from ckpt_core._pipeline import loading
     from ckpt_core._pipeline.directory_commit import copy_directory
     from ckpt_core.checkpointer import full_path

@@ -9,8 +9,8 @@ import os
 import threading
 from collections.abc import Callable
 
-from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
+from ckpt_core._commit.save_outcome import SaveSeries
 from ckpt_core._layouts.torch_file.opening import read_stamp
 from ckpt_core._pipeline.directory_commit import copy_directory, read_manifest
 from ckpt_core._pipeline.loading import verify

@@ -15,8 +15,8 @@ from torch.distributed import TCPStore
 from ckpt_core._commit import announcement as announcement_module
 from ckpt_core._commit import tcp_store as store_module
 from ckpt_core._commit.background_failures import RunOutcome
-from ckpt_core._commit.joint_save import JointSave, SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
+from ckpt_core._commit.save_outcome import JointSave, SaveSeries
 from ckpt_core.errors import CheckpointError, RankFailedError
 from tests.conftest import ScriptRunner
 

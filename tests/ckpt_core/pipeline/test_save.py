@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, Kind, Part, RankGroup, SnapshotTornError, StorageError
-from ckpt_core._commit.joint_save import SaveSeries
+from ckpt_core._commit.save_outcome import SaveSeries
 from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.save import Pipeline, Save

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ckpt_core._commit.joint_save import JointSave, SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
+from ckpt_core._commit.save_outcome import JointSave, SaveSeries
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from tests.support.interrupting import at_every_moment
@@ -430,7 +430,7 @@ def test_a_thousand_ranks_report_in_seconds() -> None:
 def test_ctrl_c_at_any_line_of_a_save_is_told_to_the_other_rank(series: Any, who: int) -> None:
     def interrupt() -> None:
         frame = sys._getframe()
-        while not frame.f_code.co_filename.endswith("_commit/joint_save.py"):
+        while not frame.f_code.co_filename.endswith("_commit/save_outcome.py"):
             assert frame.f_back is not None
             frame = frame.f_back
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
@@ -441,7 +441,7 @@ def test_ctrl_c_at_any_line_of_a_save_is_told_to_the_other_rank(series: Any, who
             raise KeyboardInterrupt
 
     ranks, interrupted = series(2), 0
-    for number, run in enumerate(at_every_moment(("_commit/joint_save.py",), interrupt, opcodes=False)):
+    for number, run in enumerate(at_every_moment(("_commit/save_outcome.py",), interrupt, opcodes=False)):
         other: list[Any] = []
         thread = threading.Thread(target=lambda: other.extend(together(lambda: save(ranks[1 - who], f"/{number}"))))  # noqa: B023
         thread.start()
