@@ -44,7 +44,7 @@ import transformers
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from accelerate_ckpt._attach import attach
 from accelerate_ckpt._private.trainers import trainer_being_made
@@ -61,6 +61,7 @@ from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.preemption import NOT_SAVED
+from ckpt_core.resume import ResumePoint
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
@@ -135,6 +136,8 @@ class ResumableCallback(TrainerCallback):
         self._options = {"strategy": strategy, **options}
         self._resumed: str | None = None
         self._rng: RngState | None = None
+        self._stream: ResumePoint | None = None  # where it was resumed, until the first epoch begins
+        self._passes = 0  # over a stream, which the Trainer has not counted
         self._ends_with: int | None = None
         self._adds_files = False
         if trainer is not None:
@@ -305,15 +308,30 @@ class ResumableCallback(TrainerCallback):
         self._session.outcomes.after_training()
         self._session.checkpointer.close()
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+        self._passes, self._stream = 0, None
         if self._trainer is None:
             raise _unbound()
         missing = [name for name in _NEEDED_DURING_TRAINING if not hasattr(self._trainer, name)]
         if missing:
             raise _not_as_known(f"a Trainer that trains has no {', '.join(missing)}")
         if self._resumed is not None:
-            self._trainer.accelerator.load_state(self._resumed)
+            accelerator = self._trainer.accelerator
+            accelerator.load_state(self._resumed)
             self._rng = RngState.capture()
+            if not has_length(train_dataloader):
+                self._stream = accelerator.resumed
+
+    def _passes_counted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of an epoch of the Trainer, which takes all passes over a stream before it for one."""
+        at, self._stream = self._stream, None
+        if at is not None and "epochs_trained" in arguments:
+            self._passes = at.epoch - arguments["epochs_trained"]
+            arguments["steps_trained_in_current_epoch"] = at.batch
+        if self._passes:
+            arguments["epoch"] += self._passes
+            arguments["epochs_trained"] += self._passes
+        return arguments
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         # An evaluation before the first step, or another callback, may have drawn since the checkpoint was loaded.
@@ -523,7 +541,7 @@ class _BelowOverrides(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
-            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+            super()._run_epoch(*args, **self._resumable_callback._passes_counted(kwargs))  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=64)

@@ -362,7 +362,8 @@ class LoaderTracker:
                 f"the dataset or its sampler has changed {', '.join(left_out[:3])}, which is too large or of a "
                 "kind that is not captured (give it state_dict and load_state_dict)"
             )
-        if self._reads_again(state) and self.persistent and state["passes"] > 1:
+        begun_before = state["passes"] - (not state.get("between"))  # passes, by the same workers
+        if self._reads_again(state) and self.persistent and begun_before > 0:
             return "an iterable dataset without state_dict in persistent workers keeps state that cannot be read again"
         return None
 

@@ -320,3 +320,59 @@ def test_the_interval_saves_beside_the_strategy_of_the_trainer(tmp_path: Path) -
     ResumableCallback(trainer, interval="auto", mtbf=1e9)
     trainer.train()
     assert saved(tmp_path) == ["checkpoint-10", "checkpoint-20"]
+
+
+STREAM = """
+    import os, signal
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+
+    class Stream(torch.utils.data.IterableDataset):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch))
+            return iter([{"inputs": rows[index], "labels": rows[index]} for index in order])
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 4))
+
+        def forward(self, inputs, labels):
+            return {"loss": (self.layers(inputs) - labels).pow(2).mean()}
+
+    class Dies(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(1)
+    rows = torch.rand(20, 4)
+    arguments = TrainingArguments(
+        folder, max_steps=15, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=2,
+        logging_steps=1, learning_rate=0.1, use_cpu=True, report_to=[], disable_tqdm=True,
+    )
+    trainer = Trainer(Model(), arguments, train_dataset=Stream(), callbacks=[Dies()])
+    ResumableCallback(trainer, resume="auto")
+    trainer.train()
+    tell(resumed=trainer.accelerator.resumed and trainer.accelerator.resumed.step)
+    tell(logged=[(item["step"], item["epoch"], item["loss"]) for item in trainer.state.log_history if "loss" in item])
+    tell(weights=[value.tolist() for value in trainer.model.parameters()])
+"""
+
+
+@pytest.mark.parametrize(("kill", "step"), [(7, 6), (9, 8), (11, 10)])
+def test_a_stream_without_a_length_continues_in_the_pass_that_it_was_in(
+    ranks: Ranks, tmp_path: Path, kill: int, step: int
+) -> None:
+    # five steps a pass; the Trainer takes its passes before a resume for one epoch
+    (whole,) = ranks.run(STREAM, 1, folder=str(tmp_path / "whole"), kill=-1)
+    ranks.run(STREAM, 1, folder=str(tmp_path / "run"), kill=kill)
+    (resumed,) = ranks.run(STREAM, 1, folder=str(tmp_path / "run"), kill=-1)
+    assert resumed.told["resumed"] == step
+    assert resumed.told["logged"] == whole.told["logged"]
+    assert resumed.told["weights"] == whole.told["weights"]
