@@ -61,7 +61,6 @@ from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.preemption import NOT_SAVED
-from ckpt_core.resume import ResumePoint
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
@@ -136,7 +135,7 @@ class ResumableCallback(TrainerCallback):
         self._options = {"strategy": strategy, **options}
         self._resumed: str | None = None
         self._rng: RngState | None = None
-        self._stream: ResumePoint | None = None  # where it was resumed, until the first epoch begins
+        self._stream: tuple[int, int] | None = None  # pass and batch of a resume, until the first epoch begins
         self._passes = 0  # over a stream, which the Trainer has not counted
         self._ends_with: int | None = None
         self._adds_files = False
@@ -319,15 +318,16 @@ class ResumableCallback(TrainerCallback):
             accelerator = self._trainer.accelerator
             accelerator.load_state(self._resumed)
             self._rng = RngState.capture()
-            if not has_length(train_dataloader):
-                self._stream = accelerator.resumed
+            point = accelerator.resumed
+            if not has_length(train_dataloader) and point is not None and point.epoch is not None:
+                self._stream = point.epoch, point.batch
 
     def _passes_counted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of an epoch of the Trainer, which takes all passes over a stream before it for one."""
         at, self._stream = self._stream, None
         if at is not None and "epochs_trained" in arguments:
-            self._passes = at.epoch - arguments["epochs_trained"]
-            arguments["steps_trained_in_current_epoch"] = at.batch
+            self._passes = at[0] - arguments["epochs_trained"]
+            arguments["steps_trained_in_current_epoch"] = at[1]
         if self._passes:
             arguments["epoch"] += self._passes
             arguments["epochs_trained"] += self._passes
