@@ -145,9 +145,9 @@ def none_verifies(directory: str, passed_over: Mapping[str, CheckpointError]) ->
         passed_over: The problem of each checkpoint, by path, newest first.
     """
     path, error = next(iter(passed_over.items()))
-    remedy = "move them away to start from scratch"
-    if isinstance(error, StorageError) and error.remedy is not None:  # they may all be intact
-        remedy = error.remedy
+    # what the storage refuses may be intact
+    refused = [each.remedy for each in passed_over.values() if isinstance(each, StorageError) and each.remedy]
+    remedy = refused[0] if refused else "move them away to start from scratch"
     return CheckpointCorruptedError(
         f"none of the checkpoints in the directory can be resumed from: {len(passed_over)} do not verify, such as "
         f"{os.path.basename(path.rstrip('/'))}: {error.message}",
