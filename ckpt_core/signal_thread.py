@@ -20,6 +20,7 @@ from typing import NoReturn
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
 _END = 0  # the number of no signal
+_LONGEST_END = 10.0  # seconds
 _living: list[SignalThread] = []
 _mask = threading.local()
 _exit = os._exit
@@ -50,13 +51,13 @@ class SignalThread:
             signal.set_wakeup_fd(before)
 
     def close(self) -> None:
-        """Hear none any more, and return when the thread has ended."""
+        """Hear none any more, and return when the thread has ended, or is at something that does not end."""
         _living.remove(self)
         self._give_up()
         with contextlib.suppress(BlockingIOError):
             os.write(self._writes, bytes([_END]))  # a child that did not fork by Python may have the descriptor, too
         os.close(self._writes)
-        self._thread.join()
+        self._thread.join(_LONGEST_END)
 
     def _give_up(self) -> None:
         before = signal.set_wakeup_fd(-1)

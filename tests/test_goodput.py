@@ -48,6 +48,8 @@ def test_tiers_lose_a_step_or_less_than_their_own_interval() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--ranks", "many"], "must be whole numbers, such as 64,1024: many"),
+        (["--stall", "short"], "must be a number: short"),
         (["--ranks", "0"], "a run has at least 1 rank, not 0"),
         (["--stall", "-1"], "must not be below 0"),
         (["--rank-mtbf-hours", "0"], "must be above 0"),

@@ -190,16 +190,23 @@ def _plot(found: dict[int, dict[str, Outcome]], path: str) -> None:
 
 
 def _numbers_of_ranks(text: str) -> list[int]:
-    ranks = [int(number) for number in text.split(",")]
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"must be whole numbers, such as 64,1024: {text}")
+    ranks = [int(number) for number in numbers]
     if min(ranks) < 1:
         raise argparse.ArgumentTypeError(f"a run has at least 1 rank, not {min(ranks)}")
     return ranks
 
 
 def _not_below_0(text: str) -> float:
-    if not 0 <= float(text) < math.inf:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number: {text}") from None
+    if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"must not be below 0 or infinite: {text}")
-    return float(text)
+    return number
 
 
 def _above_0(text: str) -> float:
