@@ -541,7 +541,8 @@ class _BelowOverrides(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
-            super()._run_epoch(*args, **self._resumable_callback._passes_counted(kwargs))  # type: ignore[no-untyped-call]
+            kwargs = self._resumable_callback._passes_counted(kwargs)
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=64)

@@ -210,7 +210,14 @@ def test_versions_that_were_never_released_are_refused_by_number(tmp_path: Path,
     assert "upgrade" not in str(error.remedy)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"hello", b"\0" * 5000, b'{"weight_map": {}}\n'])
+def test_an_empty_manifest_is_damage(tmp_path: Path) -> None:
+    path = save(tmp_path / "c")
+    (path / MANIFEST_NAME).write_bytes(b"")
+    error = problem_of(path)
+    assert isinstance(error, CheckpointCorruptedError) and "manifest is empty" in str(error)
+
+
+@pytest.mark.parametrize("data", [b"{}", b"hello", b"\0" * 5000, b'{"weight_map": {}}\n'])
 def test_the_manifest_of_another_program_is_refused(tmp_path: Path, data: bytes) -> None:
     path = save(tmp_path / "c")
     (path / MANIFEST_NAME).write_bytes(data)
