@@ -144,10 +144,10 @@ def none_verifies(directory: str, passed_over: Mapping[str, CheckpointError]) ->
         directory: The directory of the look-up.
         passed_over: The problem of each checkpoint, by path, newest first.
     """
-    path, error = next(iter(passed_over.items()))
     # what the storage refuses may be intact
-    refused = [each.remedy for each in passed_over.values() if isinstance(each, StorageError) and each.remedy]
-    remedy = refused[0] if refused else "move them away to start from scratch"
+    refused = [item for item in passed_over.items() if isinstance(item[1], StorageError) and item[1].remedy]
+    path, error = next(iter([*refused, *passed_over.items()]))
+    remedy = error.remedy if refused else "move them away to start from scratch"
     return CheckpointCorruptedError(
         f"none of the checkpoints in the directory can be resumed from: {len(passed_over)} do not verify, such as "
         f"{os.path.basename(path.rstrip('/'))}: {error.message}",

@@ -13,7 +13,8 @@ on the given Trainer only:
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
                             strategy wrote
 ``_load_best_model``        the same, and with the last save still in the background
-``_run_epoch``              a run that is resumed after its last step, within an epoch, would take another one
+``_run_epoch``              a run that is resumed after its last step, within an epoch, would take another one; and
+                            the passes over a stream without a length count as one epoch
 ``_maybe_log_save_``        with the option ``just_in_time``: what it logs and draws is part of the step
 ``evaluate``
 ``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after
@@ -82,6 +83,7 @@ _NEEDED = {
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
 }
+_COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # what _run_epoch is told
 _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
 
 
@@ -93,6 +95,12 @@ def missing_internals() -> list[str]:
         return method is not None and list(inspect.signature(method).parameters) == arguments
 
     return [name for name, arguments in _NEEDED.items() if not is_known(name, arguments)]
+
+
+def _counts_are_known() -> bool:
+    """Return whether this release of transformers tells ``_run_epoch`` what it has counted, as we know it."""
+    method = getattr(Trainer, "_run_epoch", None)
+    return method is not None and inspect.signature(method).parameters.keys() >= _COUNTS
 
 
 class ResumableCallback(TrainerCallback):
@@ -319,13 +327,20 @@ class ResumableCallback(TrainerCallback):
             accelerator.load_state(self._resumed)
             self._rng = RngState.capture()
             point = accelerator.resumed
-            if not has_length(train_dataloader) and point is not None and point.epoch is not None:
-                self._stream = point.epoch, point.batch
+            if point is not None and point.epoch and not has_length(train_dataloader):
+                if _counts_are_known():
+                    self._stream = point.epoch, point.batch
+                else:
+                    self._session.tell_once(
+                        "passes",
+                        "this resume is not guaranteed to be exact: this release of transformers counts the passes "
+                        "over a stream without a length as one epoch (use a newer transformers 5)",
+                    )
 
     def _passes_counted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of an epoch of the Trainer, which takes all passes over a stream before it for one."""
         at, self._stream = self._stream, None
-        if at is not None and "epochs_trained" in arguments:
+        if at is not None:
             self._passes = at[0] - arguments["epochs_trained"]
             arguments["steps_trained_in_current_epoch"] = at[1]
         if self._passes:

@@ -362,8 +362,8 @@ class LoaderTracker:
                 f"the dataset or its sampler has changed {', '.join(left_out[:3])}, which is too large or of a "
                 "kind that is not captured (give it state_dict and load_state_dict)"
             )
-        begun_before = state["passes"] - (not state.get("between"))  # passes, by the same workers
-        if self._reads_again(state) and self.persistent and begun_before > 0:
+        whole_passes = state["passes"] if state.get("between") else state["passes"] - 1  # by the same workers
+        if self._reads_again(state) and self.persistent and whole_passes > 0:
             return "an iterable dataset without state_dict in persistent workers keeps state that cannot be read again"
         return None
 

@@ -201,6 +201,8 @@ def restore_metrics(internals: Internals, module: torch.nn.Module, state: Mappin
             metric._computed = None
     results = internals.results
     for key, saved in state["results"].items():
+        if not saved["meta"]["is_tensor"] and saved["meta"]["metric_attribute"] not in by_name:
+            continue  # the model no longer has it
         results[key] = _decode_result(internals, by_name, type(results), saved, device)
     moved = {
         name: {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in state["connector"][name].items()}

@@ -58,13 +58,13 @@ from lightning_ckpt._routing.trainer import is_routed, keeps_whole_gradients
 from lightning_ckpt.io import NO_STATE_KEY
 
 KEY = "lightning_ckpt"
-# what runs in a phase whose name ends so, before what a resume does
+VERSION = 1
+# of the phases that come after hooks: a run that stops inside of those is in that phase already
 _LAST_HOOKS = {
     "batch_end": "on_train_batch_end",
     "validation_end": "on_validation_end",
     "epoch_end": "on_train_epoch_end",
 }
-VERSION = 1
 
 _ATTRIBUTE = "_lightning_ckpt_exact_state"
 _INEXACT = "not exact, see the warning"

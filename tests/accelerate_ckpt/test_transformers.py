@@ -28,7 +28,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from accelerate_ckpt._state.session import close_sessions, session_of  # noqa: E402
 from accelerate_ckpt.config import OptionError  # noqa: E402
-from accelerate_ckpt.integrations.transformers import ResumableCallback, missing_internals  # noqa: E402
+from accelerate_ckpt.integrations.transformers import (  # noqa: E402
+    ResumableCallback,
+    _counts_are_known,
+    missing_internals,
+)
 from ckpt_core import small_states  # noqa: E402
 from tests.support.damage import flip_bit  # noqa: E402
 
@@ -394,6 +398,7 @@ def test_this_release_has_what_is_replaced_and_another_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert missing_internals() == []
+    assert _counts_are_known()
     trainer = trainer_for(tmp_path, callback=False)
 
     def changed(self: Any, model: Any) -> None:

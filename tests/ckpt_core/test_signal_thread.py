@@ -7,6 +7,9 @@ import signal
 import threading
 import time
 
+import pytest
+
+from ckpt_core import signal_thread
 from ckpt_core.signal_thread import SignalThread
 
 
@@ -39,3 +42,24 @@ def test_the_thread_ends_where_another_process_has_its_pipe() -> None:
     finally:
         os.close(copy)
     assert "ckpt-signals" not in [each.name for each in threading.enumerate()]
+
+
+def test_closing_does_not_wait_for_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_thread, "_LONGEST_END", 0.01)
+    hears, ends = threading.Event(), threading.Event()
+
+    def stuck(number: int) -> None:
+        hears.set()
+        ends.wait()
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    thread = SignalThread(stuck)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        hears.wait()
+        thread.close()
+        assert thread._thread.is_alive()
+    finally:
+        ends.set()
+        signal.signal(signal.SIGUSR1, before)
+    thread._thread.join()

@@ -150,6 +150,31 @@ def test_a_run_that_was_over_has_its_metrics_again(hook: str, tmp_path: Path) ->
     assert found.callback_metrics == expected.callback_metrics
 
 
+class WithoutAverage(Model):
+    """The model after somebody has taken a metric out of it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        del self.average
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.unlogged.update(loss.detach() + 1)
+        self.note(batch, batch_idx)
+        return loss
+
+
+@pytest.mark.parametrize("count", [3, 3 * BATCHES])
+def test_a_metric_that_the_model_no_longer_has_is_left_out(count: int, tmp_path: Path) -> None:
+    fit(tmp_path, {}, [SaveAt("on_train_batch_end", count, tmp_path / "saved.ckpt")])
+    model = WithoutAverage({})
+    trainer = make_trainer(tmp_path, [])
+    trainer.fit(model, ckpt_path=tmp_path / "saved.ckpt")
+    assert trainer.global_step == 3 * BATCHES
+    assert "loss_epoch" in trainer.callback_metrics
+
+
 @pytest.mark.parametrize(("hook", "count"), [("on_after_backward", 4), ("on_before_optimizer_step", 2)])
 def test_manual_optimization_interrupted_after_a_backward_pass(hook: str, count: int, tmp_path: Path) -> None:
     # one optimizer steps every third batch: nobody else knows whether its gradients have those of this batch already
@@ -300,12 +325,18 @@ def test_another_number_of_workers_is_named(tmp_path: Path) -> None:
     assert trainer.global_step == 3 * BATCHES
 
 
-def test_persistent_workers_of_a_stream_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hook", "count", "said"),
+    [("on_train_batch_end", 3, 0), ("on_train_epoch_end", 1, 1), ("on_train_batch_end", BATCHES + 3, 1)],
+)
+def test_persistent_workers_of_a_stream_are_named_after_a_pass(
+    hook: str, count: int, said: int, tmp_path: Path
+) -> None:
     path = tmp_path / "saved.ckpt"
     options = {"loader": "persistent_stream", "workers": 2}
-    fit(tmp_path, options, [SaveAt("on_train_batch_end", BATCHES + 3, path)])
+    fit(tmp_path, options, [SaveAt(hook, count, path)])
     _, _, warned = fit(tmp_path, options, [], ckpt_path=path)
-    assert len(warned) == 1 and "persistent workers" in warned[0]
+    assert ["persistent workers" in warning for warning in warned] == [True] * said
 
 
 @pytest.mark.parametrize("reads_before", [False, True])
