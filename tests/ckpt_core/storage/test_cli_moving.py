@@ -344,7 +344,8 @@ def test_a_hint_names_the_verb_that_was_used(server_of: Callable[[str], Server],
     server = server_of("moto")
     bucket = server.new_bucket()
     options = ["--storage-options", json.dumps(dict(server.options))]
-    Checkpointer(strategy="sync", storage_options=dict(server.options)).save({"step": 1}, f"{bucket}/run/a.ckpt")
+    with Checkpointer(strategy="sync", storage_options=dict(server.options)) as checkpointer:
+        checkpointer.save({"step": 1}, f"{bucket}/run/a.ckpt")
     for verb in ("ls", "du"):
         assert main([verb, bucket, *options]) == 0
         hint = f"no checkpoints in {bucket}; 1 below it, such as in {bucket}/run: ckpt {verb} -R {bucket}\n"
