@@ -90,21 +90,13 @@ _TRAINING, _STOPPED, _WROTE, _LEFT, _OVER = "training", "stopped", "wrote", "lef
 
 
 class Rescue(NamedTuple):
-    """What one of the survivors is to save, or several together, where each holds a shard of the state.
+    """What one of the survivors is to save, or several together, where each holds a shard of the state."""
 
-    Attributes:
-        number: Of the step, as it was noted.
-        ranks: What each rank has noted, in rank order.
-        unknown: By rank, what of it is not certain, and was taken over from this rank.
-        writers: For each rank, who writes for it.
-        written: What the writers have returned, this one's first.
-    """
-
-    number: int
-    ranks: list[Any]
-    unknown: dict[int, list[str]]
-    writers: list[int]
-    written: list[Any]
+    number: int  # of the step, as it was noted
+    ranks: list[Any]  # what each rank has noted, in rank order
+    unknown: dict[int, list[str]]  # by rank, what of it is not certain, and was taken over from this rank
+    writers: list[int]  # for each rank, who writes for it
+    written: list[Any]  # what the writers have returned, this one's first
 
     def notes(self, saver: int, own: str, *others: str) -> list[str]:
         """Say what of a rank that was lost is not certain; what it has recorded of its steps is left out.

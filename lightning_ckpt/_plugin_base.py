@@ -34,17 +34,10 @@ class SaveOutcomes:
 
 
 class ReliableCheckpointIO(CheckpointIOBase):
-    """A plugin of ours.
+    """A plugin of ours: ``outcomes`` hears of all its saves, and ``summary`` adds up what they cost."""
 
-    Attributes:
-        outcomes: Hears of all its saves.
-        summary: Adds up what they cost.
-        memory: What keeps snapshots in memory during a fit; None if nothing does.
-        saves_together: Whether all ranks save together.
-    """
-
-    memory: Any = None
-    saves_together = False
+    memory: Any = None  # what keeps snapshots in memory during a fit; None if nothing does
+    saves_together = False  # whether all ranks save together
 
     def __init__(self, options: CheckpointerOptions) -> None:
         self.options, self.storage_options, self.tiers = options, options.storage_options, options.tiers

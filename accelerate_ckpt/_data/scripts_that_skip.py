@@ -53,18 +53,13 @@ class Uses:
 
 
 class Habit:
-    """How many batches of one loader a script takes before it uses one: one, or several that it collects or filters.
-
-    Attributes:
-        longest: The most so far; None as long as nothing was used.
-        trained: Whether a batch was used in this process.
-        last: The signs of training when a batch was handed out for the last time, None before the first.
-    """
+    """How many batches of one loader a script takes before it uses one: one, or several that it collects or filters."""
 
     def __init__(self, uses: Uses) -> None:
-        self.longest: int | None = None
-        self.trained = False
+        self.longest: int | None = None  # the most so far; None as long as nothing was used
+        self.trained = False  # whether a batch was used in this process
         self._uses = uses
+        # The signs of training when a batch was handed out for the last time, None before the first
         self.last: int | None = None
         self._taken = 0
 
@@ -107,29 +102,17 @@ class Next(enum.Enum):
 
 @dataclasses.dataclass
 class Opening:
-    """The time from a load until the script uses a batch.
+    """The time from a load until the script uses a batch."""
 
-    Attributes:
-        state: The position that was restored.
-        rng: The generators from which the iteration has to continue.
-        steps: How many batches of the epoch the script had.
-        habit: How many batches it takes before it uses one.
-        then: What comes after so many batches: the restored position, or the end of an epoch that was finished.
-        waits: Whether the position waits while the script leaves out batches; otherwise a new iteration has begun.
-        taken: How many batches it has asked for after the first.
-        iteration: Number of the iteration that has begun since the load, 0 for none.
-        count: The signs of training when the last batch was handed out, None before the first.
-    """
-
-    state: Mapping[str, Any]
-    rng: RngState
-    steps: int
-    habit: int
-    then: Next
-    waits: bool
-    taken: int = 0
-    iteration: int = 0
-    count: int | None = None
+    state: Mapping[str, Any]  # the position that was restored
+    rng: RngState  # the generators from which the iteration has to continue
+    steps: int  # how many batches of the epoch the script had
+    habit: int  # how many batches it takes before it uses one
+    then: Next  # what comes after so many batches: the restored position, or the end of an epoch that was finished
+    waits: bool  # whether the position waits while the script leaves out batches; otherwise a new iteration has begun
+    taken: int = 0  # how many batches it has asked for after the first
+    iteration: int = 0  # number of the iteration that has begun since the load, 0 for none
+    count: int | None = None  # the signs of training when the last batch was handed out, None before the first
 
     def is_unused(self, uses: Uses) -> bool:
         """Whether batches were handed out, and none was used."""

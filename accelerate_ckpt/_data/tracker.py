@@ -27,22 +27,17 @@ class ShardSampler(RecordingSampler):
 
     What it says about generators and counters is of the script's own batch sampler, which is the same in any number of
     ranks, and not of Accelerate's division of it.
-
-    Attributes:
-        source: The script's batch sampler.
-        whole: What divides it over the ranks.
-        carried: For a pass that another number of ranks began: the moment from which its order is drawn.
-        leave_out: Number of batches to leave out of the next pass, of which nothing is recorded.
     """
 
     _kept = frozenset({"source", "whole", "carried", "leave_out"})
 
     def __init__(self, inner: Any, loader: object) -> None:
         super().__init__(inner, loader)
-        self.whole = inner
-        self.source = inner_batch_sampler(inner)
+        self.whole = inner  # what divides it over the ranks
+        self.source = inner_batch_sampler(inner)  # the script's batch sampler
+        # For a pass that another number of ranks began: the moment from which its order is drawn
         self.carried: SamplerMoment | None = None
-        self.leave_out = 0
+        self.leave_out = 0  # number of batches to leave out of the next pass, of which nothing is recorded
         initial = capture_counters(self.source)
         # a seed that came from the global generators is part of the state even if nobody has changed it since
         self._initial = {k: _UNLIKE_ANY if k.endswith("initial_seed") else v for k, v in initial.items()}

@@ -19,21 +19,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class AgreedSave:
-    """What the ranks have agreed on before a save.
-
-    Attributes:
-        path: Where to.
-        step: At which step rank 0 saves; None if the ranks may be at different ones.
-        number: Of the save, among those of this run.
-        left_out: Ranks that certainly do not take part, as far as that is known.
-        absent: Asked on rank 0 for all of them, by any thread.
-    """
+    """What the ranks have agreed on before a save."""
 
     path: str
-    step: int | None
-    number: int | None
-    left_out: frozenset[int]
-    absent: Callable[[], Collection[int]]
+    step: int | None  # at which step rank 0 saves; None if the ranks may be at different ones
+    number: int | None  # of the save, among those of this run
+    left_out: frozenset[int]  # ranks that certainly do not take part, as far as that is known
+    absent: Callable[[], Collection[int]]  # asked on rank 0 for all of them, by any thread
 
 
 class OutcomeWatch:

@@ -14,15 +14,11 @@ PREFIX = "auto_"
 
 
 class AutoInterval:
-    """Follows the steps of one Accelerator.
-
-    Attributes:
-        asks_itself: Whether somebody else knows better than the loaders where a step ends, and asks :meth:`due`.
-        schedule: Says when.
-    """
+    """Follows the steps of one Accelerator."""
 
     def __init__(self, interval: SaveInterval, world_size: int) -> None:
         self.schedule = SaveSchedule(interval, world_size)
+        # Whether somebody else knows better than the loaders where a step ends, and asks `due`
         self.asks_itself = True
 
     def resumed(self, step: int, state: Mapping[str, Any] | None) -> None:

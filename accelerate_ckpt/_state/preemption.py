@@ -31,10 +31,6 @@ class PreemptionWatch:
 
     ``value`` says what ends the run, as the option does; what makes no sense is an ``OptionError``. The store of
     ``ranks`` is that of this Accelerator.
-
-    Attributes:
-        asks_itself: Whether somebody else knows better than the loaders where a step ends, and asks :meth:`due`.
-        signals: Names of the signals that count.
     """
 
     def __init__(self, value: Any, ranks: RankGroup, is_rank_gone: Callable[[], bool]) -> None:
@@ -42,9 +38,10 @@ class PreemptionWatch:
             preemption = Preemption.of(value) or Preemption(signals=())
         except ValueError as error:
             raise OptionError(f"preempt: {error}") from None
-        self.signals = tuple(preemption.signals)
+        self.signals = tuple(preemption.signals)  # names of the signals that count
         self._watch = EndWatch(dataclasses.replace(preemption, signals=()), ranks, is_rank_gone)
         self._notes: SignalNotes | None = None
+        # Whether somebody else knows better than the loaders where a step ends, and asks `due`
         self.asks_itself = True
 
     @property

@@ -61,50 +61,21 @@ class SavesAlone(NamedTuple):
 
 
 class Session:
-    """The state of checkpointing for one Accelerator, which it does not keep alive.
-
-    Attributes:
-        tiers: Where checkpoints are committed and where uploaded to, if those are two places.
-        window_open: Whether gradients have been added up that no optimizer step has used.
-        began_in: The working directory in which the run began.
-        come_all: Whether all ranks call ``save_state``, as far as saves until now have shown; None before the first.
-        saving: Whether the script is inside ``save_state``.
-        uneven: Whether ranks may have taken different numbers of steps.
-        resumed: Where ``load_state`` has continued; None if there was nothing to resume.
-        auto_resume: What counts attempts to resume; None unless the run was resumed by ``resume="auto"``.
-        preemption: What watches for the end of the run; None if nothing does.
-        interval: What saves without being asked to; None if nothing does.
-        memory: What keeps snapshots in memory; None if nothing does.
-        changes: Names what training changes in models and no state holds.
-        variables: Says at a resume which variables of the script are lost.
-        rehearsal: What rehearses resumes of the script; None unless the process was started for that.
-        retention: What keeps account of the checkpoints for a policy; None without a policy.
-        limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
-            one; where it is not set, the rule is ``total_limit``.
-        protected: Paths of checkpoints that no policy deletes.
-        metrics: The last value of each number that the script has logged.
-        logged_step: The step under which it logged last; None if it has given none.
-        just_in_time: What saves when another rank has died; None if nothing does.
-        saves_alone: Where and what it saves, if that is not as ``save_state`` does.
-        note_step: Called after each step.
-        note_ahead: Returns what else of a note the exchange of a loss's gradients changes, on this rank alone.
-        rank_lost: Called with an exception that may come of the loss of a rank.
-        not_exact: Why a resume from what is saved now is not exact, as far as an integration knows it.
-        run_id: Text that is the same on all ranks, and different for each Accelerator and run.
-    """
+    """The state of checkpointing for one Accelerator, which it does not keep alive."""
 
     def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
         self._accelerator = weakref.ref(accelerator)
         self.config = config
         self.local_sgd = LocalSgdState()
         self.told: set[str] = set()
-        self.began_in = ""
+        self.began_in = ""  # the working directory in which the run began
         with contextlib.suppress(FileNotFoundError):  # deleted, so that no relative path means anything
             self.began_in = os.getcwd()
-        self.window_open = False
+        self.window_open = False  # whether gradients have been added up that no optimizer step has used
+        # Whether all ranks call `save_state`, as far as saves until now have shown; None before the first
         self.come_all: bool | None = None
-        self.saving = False
-        self.uneven = not accelerator.even_batches
+        self.saving = False  # whether the script is inside `save_state`
+        self.uneven = not accelerator.even_batches  # whether ranks may have taken different numbers of steps
         self.deferred: list[str] = []
         self._steps_before = 0
         self._steps: collections.Counter[int] = collections.Counter()
@@ -121,7 +92,7 @@ class Session:
         store = None if ranks.store is None else PrefixStore(f"accelerator-{serial}", ranks.store)
         strategy = "async" if config.is_async else "sync"
         options = CheckpointerOptions.of(vars(config), strategy=strategy, listeners=config.made_listeners())
-        self.tiers = options.tiers
+        self.tiers = options.tiers  # where checkpoints are committed and where uploaded to, if those are two places
         self.report = RunReport(options, log_metrics=config.log_metrics, rank=ranks.rank)
         self.checkpointer = DirectoryCheckpointer(
             ranks=ranks,
@@ -133,7 +104,7 @@ class Session:
         self.agreement.find_dead = ranks.find_dead
         if store is not None:
             atexit.register(self.agreement.leave)  # for scripts that end without end_training
-        self.memory: MemorySnapshots | None = None
+        self.memory: MemorySnapshots | None = None  # what keeps snapshots in memory; None if nothing does
         if config.memory_every_n_steps is not None:
             tier = MemoryTier(directory_of_run(self), every=config.memory_every_n_steps, root=config.memory_dir)
             self.memory = MemorySnapshots(
@@ -145,8 +116,10 @@ class Session:
                 commit_timeout=config.commit_timeout,
             )
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
+        # What keeps account of the checkpoints for a policy; None without a policy
         self.retention: Retention | None = None
         interval = SaveInterval.of(config.interval, config.mtbf, config.max_overhead)
+        # What saves without being asked to; None if nothing does
         self.interval = None if interval is None else AutoInterval(interval, ranks.world_size)
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
         if config.retention is not None:
@@ -162,28 +135,38 @@ class Session:
             Recording(self._accelerator, self.checkpointer.notify, self.announce) if config.recorder else None
         )
         self.data.recording = self.recording
+        # Says, for the paths whose save is under way, what another framework's own rule would delete, None without one;
+        # where it is not set, the rule is `total_limit`
         self.limit: Callable[[list[str]], list[str] | None] | None = None
-        self.protected: set[str] = set()
+        self.protected: set[str] = set()  # paths of checkpoints that no policy deletes
+        # Why a resume from what is saved now is not exact, as far as an integration knows it
         self.not_exact: list[str] = []
-        self.metrics: dict[str, float] = {}
-        self.logged_step: int | None = None
+        self.metrics: dict[str, float] = {}  # the last value of each number that the script has logged
+        self.logged_step: int | None = None  # the step under which it logged last; None if it has given none
         self.passed_over: set[str] = set()
+        # Where `load_state` has continued; None if there was nothing to resume
         self.resumed: ResumePoint | None = None
+        # What counts attempts to resume; None unless the run was resumed by `resume="auto"`
         self.auto_resume: AutoResume | None = None
         self.backwards = 0
-        self.changes = Changes(log.warning)
+        self.changes = Changes(log.warning)  # names what training changes in models and no state holds
+        # Says at a resume which variables of the script are lost
         self.variables = Variables(
             self._watched, _warn_of_loss, lambda names: self.announce(only_logged_in_words(names))
         )
         self.data.before_offer = functools.partial(self.variables.handed_out, begins=False)
+        # What rehearses resumes of the script; None unless the process was started for that
         self.rehearsal = Rehearsal.asked_for(self)
-        self.just_in_time: Any = None
-        self.saves_alone: SavesAlone | None = None
-        self.note_step: Callable[[Session], None] = lambda _: None
+        self.just_in_time: Any = None  # what saves when another rank has died; None if nothing does
+        self.saves_alone: SavesAlone | None = None  # where and what it saves, if that is not as `save_state` does
+        self.note_step: Callable[[Session], None] = lambda _: None  # called after each step
+        # Returns what else of a note the exchange of a loss's gradients changes, on this rank alone
         self.note_ahead: Callable[[Any], dict[str, Any]] = lambda _: {}
+        # Called with an exception that may come of the loss of a rank
         self.rank_lost: Callable[[BaseException], None] = lambda _: None
+        # Text that is the same on all ranks, and different for each Accelerator and run
         self.run_id = f"{ranks.session}-{serial}"
-        self.preemption: PreemptionWatch | None = None
+        self.preemption: PreemptionWatch | None = None  # what watches for the end of the run; None if nothing does
         if config.preempt is not None:
             self.preemption = PreemptionWatch(
                 config.preempt, RankGroup(ranks.rank, ranks.world_size, store, ranks.session), self._is_rank_gone

@@ -15,36 +15,22 @@ from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
 
 @dataclass(frozen=True, slots=True)
 class PushHeader:
-    """Goes with each piece of an update from a worker to a shard.
+    """Goes with each piece of an update from a worker to a shard."""
 
-    Attributes:
-        tag: The worker's tag when the update was issued.
-        update: Which update this is a piece of.
-        piece: Counts the pieces of this stream sent to this shard; equal to ``update.seq`` unless pushes are sparse.
-        incarnation: Life of the worker.
-    """
-
-    tag: MessageTag
-    update: UpdateId
-    piece: int
-    incarnation: int = 0
+    tag: MessageTag  # the worker's tag when the update was issued
+    update: UpdateId  # which update this is a piece of
+    piece: int  # counts the pieces of this stream sent to this shard; equal to `update.seq` unless pushes are sparse
+    incarnation: int = 0  # life of the worker
 
 
 @dataclass(frozen=True, slots=True)
 class PullHeader:
-    """Goes with each reply to a pull.
+    """Goes with each reply to a pull."""
 
-    Attributes:
-        tag: The shard's tag when the parameters were read.
-        version: Number of updates the shard had applied since it was started.
-        applied: The last update of each stream that the parameters contain.
-        pieces: Number of pieces of each stream that the parameters contain.
-    """
-
-    tag: MessageTag
-    version: int
-    applied: VectorClock
-    pieces: VectorClock
+    tag: MessageTag  # the shard's tag when the parameters were read
+    version: int  # number of updates the shard had applied since it was started
+    applied: VectorClock  # the last update of each stream that the parameters contain
+    pieces: VectorClock  # number of pieces of each stream that the parameters contain
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,36 +61,26 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A worker to one shard: where its streams are cut by snapshot ``tag.snapshot_id``.
-
-    Attributes:
-        sender: Name of the worker.
-        cut: Last update of each of the worker's streams that belongs to the snapshot.
-        pieces: How many pieces of each of them were sent to *this* shard up to there.
-        incarnation: Life of the worker.
-    """
+    """A worker to one shard: where its streams are cut by snapshot ``tag.snapshot_id``."""
 
     tag: MessageTag
-    sender: str
-    cut: VectorClock
-    pieces: VectorClock
-    incarnation: int = 0
+    sender: str  # name of the worker
+    cut: VectorClock  # last update of each of the worker's streams that belongs to the snapshot
+    pieces: VectorClock  # how many pieces of each of them were sent to *this* shard up to there
+    incarnation: int = 0  # life of the worker
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAck:
-    """A worker to the coordinator: its state at the cut is durable.
-
-    Attributes:
-        pieces: For each shard, how many pieces of the worker's streams were sent to it up to the cut.
-        report: Whatever the commit needs to know about the bytes written (a digest, a JSON text); not looked into.
-    """
+    """A worker to the coordinator: its state at the cut is durable."""
 
     tag: MessageTag
     sender: str
     cut: VectorClock
+    # For each shard, how many pieces of the worker's streams were sent to it up to the cut
     pieces: Mapping[str, VectorClock]
     incarnation: int = 0
+    # Whatever the commit needs to know about the bytes written (a digest, a JSON text); not looked into
     report: str = ""
 
 

@@ -24,19 +24,12 @@ _HEADER = "names, types and sizes agree with the files; safetensors has no diges
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A checkpoint of another program.
+    """A checkpoint of another program."""
 
-    Attributes:
-        what: Which, in words: ``"a Hugging Face model in 2 files"``.
-        state: What it holds, tensors without values.
-        checked: What ``check`` compares, in words.
-        check: Reads it to its end; raises a :class:`~ckpt_core.CheckpointError` if it is damaged.
-    """
-
-    what: str
-    state: dict[str, Any]
-    checked: str
-    check: Callable[[], None]
+    what: str  # which, in words: `"a Hugging Face model in 2 files"`
+    state: dict[str, Any]  # what it holds, tensors without values
+    checked: str  # what `check` compares, in words
+    check: Callable[[], None]  # reads it to its end; raises a `CheckpointError` if it is damaged
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -64,22 +64,16 @@ _MOST_GLOBAL = 256  # values in globals and classes: a look at more would take l
 
 
 class Watched(NamedTuple):
-    """Whose variables are watched.
-
-    Attributes:
-        models: The models that are trained.
-        held: What a checkpoint holds besides, or somebody else looks at; not looked into.
-        owners: Objects of the script whose attributes are looked at as those of the models' modules are, but those that
-            are a library's own.
-        data: What data is made by. A checkpoint holds its plain values and generators, but not what its functions keep.
-        waits: Whether the script's functions that are running wait for the training to end.
-    """
+    """Whose variables are watched."""
 
     models: Sequence[torch.nn.Module]
-    held: Sequence[object]
+    held: Sequence[object]  # what a checkpoint holds besides, or somebody else looks at; not looked into
+    # Objects of the script whose attributes are looked at as those of the models' modules are, but those that are a
+    # library's own
     owners: Sequence[object] = ()
+    # What data is made by. A checkpoint holds its plain values and generators, but not what its functions keep.
     data: Sequence[object] = ()
-    waits: bool = False
+    waits: bool = False  # whether the script's functions that are running wait for the training to end
 
 
 class _Held(NamedTuple):

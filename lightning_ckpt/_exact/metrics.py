@@ -76,17 +76,12 @@ def _same(value: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsMoment:
-    """All logged values at one moment; cheap enough to take with every batch.
+    """All logged values at one moment; cheap enough to take with every batch."""
 
-    Attributes:
-        results: The values logged in this epoch so far. They are replaced, never changed, so they are not copied.
-        metrics: State of each torchmetric of the model that has been updated.
-        connector: What callbacks, loggers and the progress bar were told last.
-    """
-
+    # The values logged in this epoch so far. They are replaced, never changed, so they are not copied.
     results: Mapping[str, Mapping[str, Any]]
-    metrics: Mapping[str, Mapping[str, Any]]
-    connector: Mapping[str, Any]
+    metrics: Mapping[str, Mapping[str, Any]]  # state of each torchmetric of the model that has been updated
+    connector: Mapping[str, Any]  # what callbacks, loggers and the progress bar were told last
 
     @classmethod
     def take(cls, internals: Internals, metrics: Iterable[FollowedMetric]) -> MetricsMoment:

@@ -97,10 +97,6 @@ class ExactState(Live):
 
     With ``replay``, loaders are always brought back by reading again; ``warn`` is called on rank 0 with the causes why
     a resume is not exact.
-
-    Attributes:
-        at_moment: Called before each batch is fetched and each validation begins.
-        joined: The state of all ranks that checkpoints are to hold, where they can be asked no more.
     """
 
     def __init__(self, trainer: Any, replay: bool, warn: Callable[[str], None]) -> None:
@@ -141,7 +137,9 @@ class ExactState(Live):
         self._begun: tuple[Any, Noted] | None = None
         self._after_fit: dict[str, Any] | None = None
         self._recording: Recording | None = None
+        # Called before each batch is fetched and each validation begins
         self.at_moment: Callable[[], None] | None = None
+        # The state of all ranks that checkpoints are to hold, where they can be asked no more
         self.joined: dict[str, Any] | None = None
         self._released = False
         self._internals.before_iterators(self._before_iterators)
