@@ -143,8 +143,7 @@ class CutWorker(CutMember):
     def at_boundary(self, pulled: Mapping[str, PullHeader] | None = None) -> list[Effect]:
         """Between two updates: cut here if a snapshot asks for it.
 
-        Args:
-            pulled: Headers, by shard, of the pull that the *next* update is computed from. Call this before using it.
+        Call it with the headers, by shard, of the pull that the *next* update is computed from, before using that.
 
         Raises:
             StaleGenerationError: The pull is from another life of the run.
@@ -166,14 +165,9 @@ class CutWorker(CutMember):
         return self.can_train and (limit is None or not waiting or self.next_seq(stream) - waiting[0][0] < limit)
 
     def next_update(self, stream: int, shards: Iterable[str] | None = None) -> dict[str, PushHeader]:
-        """Issue the next update of the stream: a header for the piece that goes to each shard.
+        """Issue the next update of a stream: a header for the piece of each shard, or of those that it touches.
 
-        Args:
-            stream: One of the worker's streams.
-            shards: Names of the shards the update touches; all of them unless given.
-
-        Returns:
-            Headers by shard. A shard that already has this update from an earlier life of the worker is left out.
+        A shard that already has this update from an earlier life of the worker is left out.
 
         Raises:
             InconsistentCutError: More than ``max_inflight_updates`` are under way.

@@ -25,12 +25,6 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
 class RetentionHistory:
     """The checkpoints of a run, and which of them its policy no longer keeps.
 
-    Args:
-        policy: Decides which to keep.
-
-    Attributes:
-        policy: The policy.
-
     Examples:
         >>> from ckpt_core.policies import KeepLatest, RetentionHistory
         >>> history = RetentionHistory(KeepLatest(1))

@@ -196,9 +196,7 @@ class SaveSchedule:
     def propose(self, step: int, commit_seconds: float = 0.0) -> list[Any]:
         """Return rank 0's proposal after the save that is due, as plain data for :meth:`agree`.
 
-        Args:
-            step: The step of all ranks.
-            commit_seconds: How long the last save took in the background.
+        The last save took ``commit_seconds`` in the background.
         """
         if not self._costs:
             return [_FIRST_STEPS, None]
@@ -215,12 +213,7 @@ class SaveSchedule:
         return [steps, told]
 
     def agree(self, step: int, proposal: Sequence[Any]) -> str | None:
-        """Adopt rank 0's proposal; return a line to show if something has changed.
-
-        Args:
-            step: The step of all ranks.
-            proposal: From :meth:`propose`.
-        """
+        """Adopt what rank 0 has proposed (:meth:`propose`); return a line to show if something has changed."""
         steps, told = proposal
         self._steps, self._next, self._marked = int(steps), step + int(steps), step
         self._mark, self._cost_since = self._clock(), 0.0
@@ -234,10 +227,9 @@ class SaveSchedule:
         return {"run_seconds": self._run_seconds(), "failures": self._failures, "told_to_end": self.is_ending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run; that counts as a failure, unless the run had ended on request.
+        """Continue a run, by its :meth:`state_dict` if it has one.
 
-        Args:
-            state: :meth:`state_dict` of the checkpoint; empty if it has none.
+        That counts as a failure, unless the run had ended on request.
         """
         if state:
             self._seconds_before = float(state["run_seconds"])
