@@ -41,7 +41,8 @@ _Ranges = dict[torch.device, list[tuple[int, int]]]
 
 _lock = threading.RLock()  # a signal handler that saves may interrupt the step of an optimizer
 _hooks: list[Any] = []  # one, when there is a checkpointer that overlaps
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since they are watched: the hook reaches them
+# Those that have stepped since they are watched, which the hook reaches, with the handle of their own last hook.
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 _under_way: list[BackgroundCopy] = []  # those that copy something late
 
 
@@ -321,18 +322,25 @@ def wait_staged() -> None:
         copy.let_training_wait()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():  # it would not be called again
+        return
+    # An optimizer's own hooks are called after this one, and may save: whoever changes the state waits after them, too.
+    with _lock:
+        if (last := _stepped.pop(optimizer, None)) is not None:
+            last.remove()
+        _stepped[optimizer] = optimizer.register_step_pre_hook(_after_other_hooks)
+    if not _calls_closure_first(optimizer, args, kwargs):
+        wait_staged()
+
+
+def _after_other_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if torch.compiler.is_compiling():
         return None
-    if optimizer not in _stepped:
-        with _lock:
-            _stepped.add(optimizer)
-    closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
-    # torch's own optimizers call it before they change anything. Lightning computes the whole step in it, and its
-    # callbacks may save there.
-    if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
+    if not _calls_closure_first(optimizer, args, kwargs):
         wait_staged()
         return None
+    closure = _closure(args, kwargs)
 
     def closure_then_wait() -> Any:
         result = closure()
@@ -342,3 +350,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure_then_wait}
     return (args[0], closure_then_wait, *args[2:]), kwargs
+
+
+def _closure(args: Any, kwargs: Any) -> Any:
+    return kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
+
+
+def _calls_closure_first(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether the step calls a closure before it changes anything, in which Lightning computes all, and may save."""
+    return callable(_closure(args, kwargs)) and type(optimizer).__module__.startswith("torch.optim.")

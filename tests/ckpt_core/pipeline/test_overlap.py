@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_core import (
     Checkpointer,
@@ -166,6 +167,49 @@ def test_a_save_inside_of_a_closure_is_waited_for(
         training.step(training.save)  # as in Lightning's on_before_optimizer_step
         training.checkpointer.wait()
         assert_same_state(training.load(), expected)
+
+
+@both_layouts
+@pytest.mark.parametrize("closure", [None, lambda: 0.0])
+def test_a_save_inside_of_a_hook_before_the_step_is_waited_for(
+    tmp_path: Path, layout: str, closure: Any, accelerator: SimulatedAccelerator
+) -> None:
+    training = Training(accelerator, layout, tmp_path)
+    training.side_stream()
+    saved: list[tuple[str, dict[str, torch.Tensor]]] = []
+
+    def save(*_: Any) -> None:
+        saved.append((f"{len(saved)}", training.on_host()))
+        training.save(saved[-1][0])
+
+    hooks = [register_optimizer_step_pre_hook(save)]
+    try:
+        for _ in range(2):
+            hooks.append(training.optimizer.register_step_pre_hook(save))
+            with accelerator.module.lazy(side_streams_only=True):
+                training.step(closure)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    training.checkpointer.close()
+    assert len(saved) == 5
+    for name, expected in saved:
+        assert_same_state(training.load(name), expected)
+
+
+def test_a_hook_that_changes_the_weights_before_the_step_waits(training: Training) -> None:
+    training.side_stream()
+    expected = training.on_host()
+
+    def halve(*_: Any) -> None:
+        training.weights["weight"].data.mul_(0.5)
+
+    training.optimizer.register_step_pre_hook(halve)
+    with training.module.lazy(side_streams_only=True):
+        training.save()
+        training.step()
+    training.checkpointer.wait()
+    assert_same_state(training.load(), expected)
 
 
 @both_layouts
