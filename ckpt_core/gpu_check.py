@@ -290,7 +290,8 @@ def main(
 ) -> int:
     """Test and measure, and print the table.
 
-    Return 1 where there is no accelerator, a test fails or a checkpoint has other bits.
+    Returns:
+        0; 1 where there is no accelerator, a test fails or a checkpoint has other bits.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_core.gpu_check", description="Measure what saves cost a training on this accelerator."

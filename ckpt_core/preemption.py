@@ -114,7 +114,9 @@ def exit_status(requests: Iterable[str]) -> int:
 class Notices:
     """Checks the clock and the notice on a thread, which exists only if one of them is set.
 
-    ``ask`` is called once, on the thread, with what has occurred.
+    Args:
+        preemption: What to check.
+        ask: Called once, on the thread, with what has occurred.
     """
 
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
@@ -159,8 +161,11 @@ class Notices:
 class SignalNotes:
     """Notes signals of this process until it is closed, and calls the previous handlers.
 
-    ``note`` is called in the handler with the name, and must return at once. Does nothing outside the main thread,
-    where Python accepts no handlers.
+    Does nothing outside the main thread, where Python accepts no handlers.
+
+    Args:
+        names: The names of the signals.
+        note: Called in the handler with the name; must return at once.
     """
 
     def __init__(self, names: Iterable[str], note: Callable[[str], None]) -> None:

@@ -230,7 +230,11 @@ def _events(path: str) -> Iterator[dict[str, Any]]:
 
 
 def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:
-    """Return where a run was interrupted and continued, as rank 0 has reported it."""
+    """Return where a run was interrupted and continued, as rank 0 has reported it.
+
+    Args:
+        processes: From :func:`read_events`.
+    """
     found = []
     before: list[Process] = []
     for process in (each for each in processes if each.rank == 0):
@@ -246,7 +250,11 @@ def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:
 
 
 def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
-    """Return the totals of a run; a save that several ranks have made is one, which stalls as long as the slowest."""
+    """Return the totals of a run; what several ranks have saved together is one save, which stalls as the slowest rank.
+
+    Args:
+        processes: From :func:`read_events`.
+    """
     saves = _saves_of_all_ranks(processes)
     states = [save for save in saves if not save.is_copy]
     stalls = [save for save in states if save.stall is not None]
@@ -316,7 +324,11 @@ def _saves_of_all_ranks(processes: Sequence[Process]) -> list[Save]:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return a duration such as ``"34 ms"``, ``"1.2 s"`` or ``"2:03:04"``."""
+    """Return a duration such as ``"34 ms"``, ``"1.2 s"`` or ``"2:03:04"``.
+
+    Args:
+        seconds: How long.
+    """
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 120 else str(datetime.timedelta(seconds=round(seconds)))
@@ -348,9 +360,11 @@ _LEGEND = (
 
 
 def try_to_write(log: str, target: str) -> None:
-    """Write the page about a run by its event log, and a picture beside it if the target ends with ``.png``.
+    """Write the page about a run; where that cannot be done, say so in a warning instead of failing a training.
 
-    Where that cannot be done, say so in a warning instead of failing a training.
+    Args:
+        log: Its event log.
+        target: The local file to write; one that ends with ``.png`` is a picture, beside the page.
     """
     try:
         processes, page = read_events([log]), page_beside(target)
@@ -362,7 +376,12 @@ def try_to_write(log: str, target: str) -> None:
 
 
 def page_of(processes: Sequence[Process], *, lists_saves: bool = True) -> str:
-    """Return one self-contained HTML page about a run: totals, a time line, every stall, tables, also of saves."""
+    """Return one self-contained HTML page about a run: totals, a time line, every stall, and tables.
+
+    Args:
+        processes: From :func:`read_events`.
+        lists_saves: Whether the page ends with a table of the saves.
+    """
     totals = totals_of(processes)
     interruptions = interruptions_of(processes)
     cards = [

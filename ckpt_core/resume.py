@@ -225,5 +225,9 @@ def newest_to_resume(
 
 
 def only_checkpoints(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return only directories and files with the usual ending; a run's directory may hold other files, too."""
+    """Return only directories and files with the usual ending; a run's directory may hold other files, too.
+
+    Args:
+        infos: As of a :class:`~ckpt_core.Catalog` of all names (``suffix=""``).
+    """
     return [info for info in infos if info.is_directory or info.path.endswith(".ckpt")]

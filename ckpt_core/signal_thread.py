@@ -29,8 +29,9 @@ _exit = os._exit
 class SignalThread:
     """Hears signals for which the program has set a handler; made and closed on the main thread.
 
-    ``heard`` is called on the thread with the number of each, ``in_child`` in each child that is forked, before signals
-    reach it.
+    Args:
+        heard: Called on the thread with the number of each.
+        in_child: Called in each child that is forked, before signals reach it.
     """
 
     def __init__(self, heard: Callable[[int], None], in_child: Callable[[], None] = lambda: None) -> None:

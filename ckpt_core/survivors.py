@@ -101,7 +101,10 @@ class Rescue(NamedTuple):
     def notes(self, saver: int, own: str, *others: str) -> list[str]:
         """Say what of a rank that was lost is not certain; what it has recorded of its steps is left out.
 
-        ``saver`` is this rank; ``own`` and ``others`` name what each rank has for itself, in what was noted.
+        Args:
+            saver: This rank.
+            own: Name of what each rank has for itself, in what was noted.
+            *others: Names of what else it has for itself.
         """
         found = []
         for rank, names in self.unknown.items():
@@ -143,8 +146,11 @@ def why_not_replicas(
 ) -> str | None:
     """Return why no rank can save for one that was lost, in words; None if each holds the whole state.
 
-    ``kind`` says in words what the ranks are connected by, and ``are_replicas`` whether such ranks hold the same, as
-    far as that is known.
+    Args:
+        kind: What the ranks are connected by, for the words.
+        modules: That are trained.
+        optimizers: Of torch.
+        are_replicas: Whether ranks that are connected so hold the same, as far as that is known.
     """
     # by name: importing the class compiles other optimizers, and warns
     classes = {cls.__name__ for optimizer in optimizers for cls in type(optimizer).__mro__}
@@ -173,7 +179,11 @@ def shards_of(modules: Iterable[torch.nn.Module], world_size: int) -> list[int] 
 
 
 def no_rescue(problem: str) -> str:
-    """Return the warning at the start of a run in which nothing can be saved when a rank dies."""
+    """Return the warning at the start of a run in which nothing can be saved when a rank dies.
+
+    Args:
+        problem: Why not, in words.
+    """
     return f"just_in_time will save nothing if a rank dies: {problem}; the next start resumes from the last checkpoint"
 
 
@@ -192,7 +202,11 @@ def ignoring_signals() -> Iterator[None]:
 
 
 class BufferCopies:
-    """Copies of the buffers that training changes, such as BatchNorm's statistics, as they were after the last step."""
+    """Copies of the buffers that training changes, such as BatchNorm's statistics, as they were after the last step.
+
+    Args:
+        modules: Whose buffers.
+    """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         # those of one module together: kernels of BatchNorm change its statistics unseen, and its counter is seen
@@ -284,9 +298,10 @@ class Survivors:
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def note(self, state: Any) -> None:
-        """Note what this rank alone has, when a step is done: plain data and tensors.
+        """Note what this rank alone has, when a step is done.
 
-        All ranks note the same steps in the same order.
+        Args:
+            state: Plain data and tensors. All ranks note the same steps in the same order.
         """
         if self._descriptor is None:
             return
@@ -305,7 +320,11 @@ class Survivors:
             self._give_up(str(error))
 
     def note_start(self, state: Any) -> None:
-        """Note what this rank alone has before its first step: others follow it from there, and save nothing of it."""
+        """Note what this rank alone has before its first step. Others can follow it from there, and save nothing of it.
+
+        Args:
+            state: As for :meth:`note`; the last one counts.
+        """
         data = note_of(state)
         if len(data) <= _MOST_BYTES:
             with contextlib.suppress(OSError):
@@ -345,7 +364,11 @@ class Survivors:
             os.pwrite(self._descriptor, (check + text).ljust(_HEAD_BYTES, b"\0"), 0)
 
     def close(self, *, remove: bool = False) -> None:
-        """Take part no longer; delete the file (``remove``) if training came to its end."""
+        """Take part no longer.
+
+        Args:
+            remove: Delete the file: training came to its end.
+        """
         descriptor, self._descriptor = self._descriptor, None
         self._ended.set()
         if descriptor is not None:

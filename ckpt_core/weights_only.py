@@ -52,6 +52,9 @@ def refused_in(error: BaseException) -> str | None:
 
     Pickles of newer protocols, which torch does not read, are valid, and so are numbers that are too long for it.
 
+    Args:
+        error: What ``torch.load(..., weights_only=True)`` has raised.
+
     Example:
         >>> refused_in(pickle.UnpicklingError("Unsupported operand 149")), refused_in(EOFError("Ran out of input"))
         ('Unsupported operand 149', None)

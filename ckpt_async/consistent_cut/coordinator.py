@@ -32,7 +32,12 @@ from ckpt_async.consistent_cut.types import (
 def verify_cut(
     streams: Iterable[int], worker_acks: Mapping[str, WorkerAck], shard_acks: Mapping[str, ShardAck]
 ) -> VectorClock:
-    """The one vector that workers and shards agree on, for all streams of the run.
+    """The one vector that workers and shards agree on.
+
+    Args:
+        streams: All streams of the run.
+        worker_acks: What each worker says of its streams.
+        shard_acks: What each shard says of its copy.
 
     Raises:
         InconsistentCutError: They do not agree.
@@ -128,7 +133,10 @@ class SnapshotCoordinator:
         return None
 
     def trigger(self, now: float) -> list[Effect]:
-        """Begin a snapshot; ``now`` is always in seconds of a monotonic clock.
+        """Begin a snapshot.
+
+        Args:
+            now: Seconds of a monotonic clock.
 
         Raises:
             SnapshotAbortedError: None can begin now; :attr:`obstacle` tells beforehand.
@@ -162,7 +170,11 @@ class SnapshotCoordinator:
                 raise TypeError(f"a {type(message).__name__} is not for the coordinator")
 
     def tick(self, now: float) -> list[Effect]:
-        """Let time pass: abort a snapshot that takes too long."""
+        """Let time pass: abort a snapshot that takes too long.
+
+        Args:
+            now: Seconds of a monotonic clock.
+        """
         snapshot = self._snapshot
         if snapshot is None or snapshot.committing or now - snapshot.began_at < self._options.snapshot_timeout:
             return []
@@ -173,7 +185,9 @@ class SnapshotCoordinator:
     def member_lost(self, name: str, incarnation: int | None = None) -> list[Effect]:
         """A participant is dead, or taken for dead.
 
-        Nothing happens if a later life of the worker than ``incarnation`` is here.
+        Args:
+            name: Its name.
+            incarnation: Which life of the worker was lost; nothing happens if a later one is here. Any, unless given.
         """
         known = self._workers.get(name)
         if known is not None and incarnation is not None and incarnation < known.incarnation:
@@ -192,14 +206,23 @@ class SnapshotCoordinator:
         return self._abort(SnapshotAbortedError(f"snapshot {self.open_snapshot} was aborted: {reason}"))
 
     def committed(self, snapshot_id: int) -> list[Effect]:
-        """The manifest that :class:`CommitCut` asked for is durable."""
+        """The manifest that :class:`CommitCut` asked for is durable.
+
+        Args:
+            snapshot_id: The snapshot it is of.
+        """
         snapshot = self._committing(snapshot_id)
         self.last_committed = self._cut(snapshot)
         self._snapshot = None
         return self._to_all(Committed(self._tag(snapshot_id)))
 
     def commit_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
-        """The manifest could not be written. If it is there in spite of that, it is valid."""
+        """The manifest could not be written. If it is there in spite of that, it is valid.
+
+        Args:
+            snapshot_id: The snapshot it is of.
+            reason: Why.
+        """
         self._committing(snapshot_id).committing = False
         return self.abort(f"the manifest could not be written: {reason}")
 

@@ -25,7 +25,12 @@ class CutMember:
         return MessageTag(self._generation, self._snapshot_id)
 
     def persisted(self, snapshot_id: int, report: str = "") -> list[Effect]:
-        """The bytes of :class:`PersistWorker` or :class:`PersistShard` are durable; the commit gets the report."""
+        """The bytes of :class:`PersistWorker` or :class:`PersistShard` are durable.
+
+        Args:
+            snapshot_id: Its ``snapshot_id``.
+            report: Passed on to the commit.
+        """
         ack = self._acks.pop(snapshot_id, None)
         return [] if ack is None else [Send(COORDINATOR, dataclasses.replace(ack, report=report))]
 

@@ -108,8 +108,10 @@ class CutShard(CutMember):
     def on_push(self, header: PushHeader, payload: Any, now: float) -> list[Effect]:
         """A piece of an update has arrived. Pieces may arrive in any order and more than once.
 
-        The payload is handed to ``state.apply``, now or later; it must stay as it is until then. Here and below,
-        ``now`` is in seconds of a monotonic clock.
+        Args:
+            header: Came with it.
+            payload: Handed to ``state.apply``, now or later; it must stay as it is until then.
+            now: Seconds of a monotonic clock.
 
         Raises:
             StaleGenerationError: It was sent in another life of the run, or by an earlier life of the worker.
@@ -126,7 +128,11 @@ class CutShard(CutMember):
         return [*effects, *self._complete()]
 
     def on_pull(self, tag: MessageTag, now: float) -> tuple[PullHeader, list[Effect]]:
-        """Somebody with this tag asks for the parameters.
+        """Somebody asks for the parameters.
+
+        Args:
+            tag: The tag of whoever asks.
+            now: Seconds of a monotonic clock.
 
         Returns:
             The header for the reply, which must be sent with the parameters as they are at this moment.
@@ -140,6 +146,10 @@ class CutShard(CutMember):
 
     def on_message(self, message: Message, now: float) -> list[Effect]:
         """Something else has arrived, from the coordinator or a worker.
+
+        Args:
+            message: What has arrived.
+            now: Seconds of a monotonic clock.
 
         Raises:
             StaleGenerationError: It was sent in another life of the run, or by an earlier life of a worker.
@@ -164,7 +174,11 @@ class CutShard(CutMember):
                 raise TypeError(f"a {type(message).__name__} is not for a shard")
 
     def tick(self, now: float) -> list[Effect]:
-        """Let time pass: an aligned snapshot that waits too long becomes an unaligned one."""
+        """Let time pass: an aligned snapshot that waits too long becomes an unaligned one.
+
+        Args:
+            now: Seconds of a monotonic clock.
+        """
         snapshot = self._snapshot
         if snapshot is None or snapshot.copy is not None:
             return []

@@ -143,7 +143,8 @@ class CutWorker(CutMember):
     def at_boundary(self, pulled: Mapping[str, PullHeader] | None = None) -> list[Effect]:
         """Between two updates: cut here if a snapshot asks for it.
 
-        Call it with the headers, by shard, of the pull that the *next* update is computed from, before using that.
+        Args:
+            pulled: Headers, by shard, of the pull that the *next* update is computed from. Call this before using it.
 
         Raises:
             StaleGenerationError: The pull is from another life of the run.
@@ -165,9 +166,14 @@ class CutWorker(CutMember):
         return self.can_train and (limit is None or not waiting or self.next_seq(stream) - waiting[0][0] < limit)
 
     def next_update(self, stream: int, shards: Iterable[str] | None = None) -> dict[str, PushHeader]:
-        """Issue the next update of a stream: a header for the piece of each shard, or of those that it touches.
+        """Issue the next update of the stream: a header for the piece that goes to each shard.
 
-        A shard that already has this update from an earlier life of the worker is left out.
+        Args:
+            stream: One of the worker's streams.
+            shards: Names of the shards the update touches; all of them unless given.
+
+        Returns:
+            Headers by shard. A shard that already has this update from an earlier life of the worker is left out.
 
         Raises:
             InconsistentCutError: More than ``max_inflight_updates`` are under way.

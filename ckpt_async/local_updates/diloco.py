@@ -161,6 +161,9 @@ class DiLoCoState:
         workers as saved it get back what was their own, bit for bit; for others see
         :meth:`~ckpt_async.local_updates.WorkerState.load_state_dicts`.
 
+        Args:
+            opened: What :meth:`ckpt_core.DirectoryCheckpointer.load` returns.
+
         Raises:
             StateMismatchError: It was not saved at the outer boundary of all parameters, by another number of workers;
                 or it is of another model.

@@ -66,7 +66,11 @@ class StreamCursor:
         return UpdateId(stream, position[stream] + 1)
 
     def take(self, count: int | None = None) -> Iterator[UpdateId]:
-        """The next batches, so many at most; each counts as used when the one after it is asked for."""
+        """The next batches; each counts as used when the one after it is asked for.
+
+        Args:
+            count: How many at most; all that are left by default.
+        """
         for _ in itertools.count() if count is None else range(count):
             update = self.upcoming
             if update is None:
@@ -78,6 +82,9 @@ class StreamCursor:
         """How many windows of so many steps it takes until *every* worker has used all of its batches.
 
         Meaningful where all workers are at the end of a window: at the start, and after :meth:`load_state_dicts`.
+
+        Args:
+            steps: Batches of a worker in a window.
         """
         if self.batches is None:
             raise ValueError("streams without end have no last window: give the cursor batches=")
@@ -90,6 +97,9 @@ class StreamCursor:
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Resume from what all workers, of this or another number, had used.
+
+        Args:
+            states: The :meth:`state_dict` of each.
 
         Raises:
             StateMismatchError: They are not of the same streams, or not of all of them.
@@ -131,6 +141,9 @@ class WorkerState:
         As many workers as saved it get back what was theirs, bit for bit. Otherwise the streams are dealt again, and
         worker ``i`` begins with the objects that worker ``i % saved`` had; one that was not there gets random
         generators derived from those of worker 0.
+
+        Args:
+            states: The :meth:`state_dict` of each, in their order.
 
         Raises:
             StateMismatchError: They are of other objects or other streams.

@@ -382,7 +382,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Push the gradients of this batch, and load the parameters for the next one into the model."""
+        """Push the gradients of this batch, and load the parameters for the next one into the model.
+
+        Args:
+            closure: Computes the gradients first, and returns the loss.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

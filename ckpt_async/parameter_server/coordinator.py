@@ -168,7 +168,10 @@ class TrainingCoordinator:
     # ---- life --------------------------------------------------------------------------------------------------------
 
     def run(self) -> ConsistentCut:
-        """Coordinate until all workers have finished and the last snapshot is a checkpoint; return the cut of that.
+        """Coordinate until all workers have finished and the last snapshot is a checkpoint.
+
+        Returns:
+            The cut of that checkpoint.
 
         Raises:
             CheckpointError: A participant is lost; start everything again.

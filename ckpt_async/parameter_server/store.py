@@ -100,6 +100,10 @@ class CutCheckpoint:
 
         Of the parameters, only their bytes are read; the optimizers of all shards are.
 
+        Args:
+            state: Receives them.
+            table: All blocks of the model.
+
         Raises:
             StateMismatchError: The model is another one, or it is divided in another way.
         """
@@ -130,7 +134,12 @@ class CutCheckpoint:
 
 
 class CutStore:
-    """The checkpoints of one training, in a directory or at a URL that holds nothing else and that all machines see."""
+    """The checkpoints of one training.
+
+    Args:
+        root: Local directory or URL that holds nothing else; all machines see the same.
+        storage_options: For fsspec.
+    """
 
     def __init__(self, root: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
         self._saves = SeparateSaves(root, storage_options=storage_options)
@@ -236,9 +245,17 @@ class CutStore:
     ) -> str:
         """Write one participant's files, durably, and return the report that the commit needs.
 
-        Its ``rank`` is its place: first the shards and then the workers, in the order of the cut that is committed. The
-        life of the participant is in the files' names, so that no life writes another's file. ``participant`` is its
-        state but for the blocks, with its ``name`` and the ``cut`` of its streams as pairs of stream and count.
+        Args:
+            generation: Number of this start of the training.
+            snapshot_id: What it belongs to.
+            rank: The participant's place: first the shards and then the workers, in the order of the cut that is
+                committed.
+            world_size: Number of participants.
+            incarnation: Life of the participant; it is in the files' names, so that no life writes another's file.
+            table: All blocks of the model.
+            blocks: The blocks that this participant holds.
+            participant: The rest of its state, plain data and tensors, with its ``name`` and the ``cut`` of its streams
+                as pairs of stream and count.
         """
         parts = [
             Part(_MODEL, table.shapes, Kind.SHARDED),
@@ -284,10 +301,12 @@ class CutStore:
         self._saves.discard(self.path(generation, snapshot_id), _save_id(generation, snapshot_id))
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest committed checkpoints, of which so many stay.
+        """Delete all but the newest committed checkpoints.
 
         What :meth:`newest` has passed over, now or at an earlier start of the training, is neither counted nor deleted.
-        Where one stays, it is read and verified before the one before it goes.
+
+        Args:
+            keep: How many stay. Where it is 1, the newest is read and verified before the one before it goes.
         """
         good = [path for path in self.committed() if os.path.basename(path) not in self._passed_over]
         if keep == 1 and len(good) > 1:

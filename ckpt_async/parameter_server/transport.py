@@ -51,8 +51,9 @@ class Transport(Protocol):
     def start(self, handler: Handler, on_lost: Callable[[Peer], None]) -> None:
         """Begin to receive.
 
-        ``handler`` is called, on any thread, with each frame that arrives, and returns the answer if one was asked for;
-        ``on_lost`` when a process that has spoken to this one is gone.
+        Args:
+            handler: Called, on any thread, with each frame that arrives; returns the answer if one was asked for.
+            on_lost: Called when a process that has spoken to this one is gone.
         """
 
     def connect(self, name: str, address: str) -> None:

@@ -17,7 +17,13 @@ _WAVE_SECONDS = 3.0  # a signal to a job reaches its last rank at most so long a
 
 
 class Endings:
-    """What a rank knows of the ends of the others; made on all of them."""
+    """What a rank knows of the ends of the others; made on all of them.
+
+    Args:
+        store: That rank 0 serves.
+        rank: This process's rank.
+        world_size: Number of ranks.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = TimedStore(PrefixStore("endings", store), answer_within=_ANSWER_SECONDS)

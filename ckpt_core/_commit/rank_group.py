@@ -51,7 +51,14 @@ class RankGroup:
     def connect(
         cls, rank: int, world_size: int, broadcast: Callable[[Any], Any], *, timeout_seconds: float = 300.0
     ) -> RankGroup:
-        """Connect the ranks, of which rank 0 serves the store; called on all of them together."""
+        """Connect the ranks; called on all of them together.
+
+        Args:
+            rank: This process's rank; rank 0 serves the store.
+            world_size: Number of ranks.
+            broadcast: Sends an object from rank 0 to all ranks and returns it.
+            timeout_seconds: How long connecting may take.
+        """
         if world_size == 1:
             return cls.alone()
         store = connect_store(rank, world_size, broadcast, timeout_seconds=timeout_seconds)

@@ -38,6 +38,9 @@ class WritePlanCache:
 
     A plan is used again only for the same keys, types, shapes, pieces, holders and rank, which is all that it depends
     on: another placement, mesh or number of ranks shows in the pieces or the holders. Tensors are not kept.
+
+    Attributes:
+        misses: How often a plan was made.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,12 @@ _OF_NUMPY: list[Any] = [_WORDS.__reduce__()[0], np.ndarray, np.dtype, type(_WORD
 
 
 def is_stock_accelerate(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
-    """Return whether stock Accelerate's ``save_state`` has written a directory."""
+    """Return whether stock Accelerate's ``save_state`` has written a directory.
+
+    Args:
+        source: The directory, also a URL.
+        storage_options: Passed to fsspec for URLs.
+    """
     path = full_path(source)
     storage = storage_for(path, storage_options)
     return not storage.exists(f"{path}/manifest.json") and any(

@@ -121,7 +121,12 @@ def _parts(opened: DirectoryCheckpoint | Exported, empty: Any) -> dict[str, Any]
 
 
 def is_stock_distributed(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
-    """Return whether there is a checkpoint in DCP's own format, such as Lightning's sharded strategies write."""
+    """Return whether there is a checkpoint in DCP's own format, such as Lightning's sharded strategies write.
+
+    Args:
+        source: The directory, also a URL.
+        storage_options: Passed to fsspec for URLs.
+    """
     path = full_path(source)
     return storage_for(path, storage_options).exists(f"{path}/{METADATA_NAME}")
 

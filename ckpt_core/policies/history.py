@@ -25,6 +25,12 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
 class RetentionHistory:
     """The checkpoints of a run, and which of them its policy no longer keeps.
 
+    Args:
+        policy: Decides which to keep.
+
+    Attributes:
+        policy: The policy.
+
     Examples:
         >>> from ckpt_core.policies import KeepLatest, RetentionHistory
         >>> history = RetentionHistory(KeepLatest(1))

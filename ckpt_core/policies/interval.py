@@ -196,7 +196,9 @@ class SaveSchedule:
     def propose(self, step: int, commit_seconds: float = 0.0) -> list[Any]:
         """Return rank 0's proposal after the save that is due, as plain data for :meth:`agree`.
 
-        The last save took ``commit_seconds`` in the background.
+        Args:
+            step: The step of all ranks.
+            commit_seconds: How long the last save took in the background.
         """
         if not self._costs:
             return [_FIRST_STEPS, None]
@@ -213,7 +215,12 @@ class SaveSchedule:
         return [steps, told]
 
     def agree(self, step: int, proposal: Sequence[Any]) -> str | None:
-        """Adopt what rank 0 has proposed (:meth:`propose`); return a line to show if something has changed."""
+        """Adopt rank 0's proposal; return a line to show if something has changed.
+
+        Args:
+            step: The step of all ranks.
+            proposal: From :meth:`propose`.
+        """
         steps, told = proposal
         self._steps, self._next, self._marked = int(steps), step + int(steps), step
         self._mark, self._cost_since = self._clock(), 0.0
@@ -227,9 +234,10 @@ class SaveSchedule:
         return {"run_seconds": self._run_seconds(), "failures": self._failures, "told_to_end": self.is_ending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run, by its :meth:`state_dict` if it has one.
+        """Continue a run; that counts as a failure, unless the run had ended on request.
 
-        That counts as a failure, unless the run had ended on request.
+        Args:
+            state: :meth:`state_dict` of the checkpoint; empty if it has none.
         """
         if state:
             self._seconds_before = float(state["run_seconds"])

@@ -34,7 +34,11 @@ class RetentionPolicy(Protocol):
     """Decides which checkpoints to keep. Any object with this method is a policy."""
 
     def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
-        """Return the checkpoints to keep; it is given all committed ones, in the order of their saves."""
+        """Return the checkpoints to keep.
+
+        Args:
+            checkpoints: All committed ones, in the order of their saves.
+        """
 
 
 def to_delete(

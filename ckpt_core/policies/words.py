@@ -91,6 +91,13 @@ def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
 
 
 def policy_of_words(text: str) -> RetentionPolicy:
-    """Return the policy of a text, as for :func:`rules_of_words`; with several rules, what any of them keeps stays."""
+    """Return the policy that a text names; with several rules, what any of them keeps stays.
+
+    Args:
+        text: As for :func:`rules_of_words`.
+
+    Raises:
+        ValueError: As :func:`rules_of_words`.
+    """
     policies = [policy for _, policy in rules_of_words(text)]
     return policies[0] if len(policies) == 1 else AnyOf(policies)

@@ -65,10 +65,27 @@ def rehearse(
 ) -> Result:
     """Train with a command, resume it in fresh processes, and compare.
 
-    Arguments are those of :func:`ckpt_core.testing.assert_resumes_exactly`, besides: ``{dir}`` in a word of the command
-    is replaced by a directory for what the script itself writes. With ``by_script``, an option of a training in the
-    script asks for it, so that no other one is rehearsed. ``announce`` is called with a line for people before each
-    process.
+    Args:
+        command: The words that start the training; the script uses one of our plugins. ``{dir}`` in one is replaced by
+            a directory for what the script itself writes.
+        at: Optimizer steps after which to save.
+        points: Other points at which to save, of :data:`ckpt_core.rehearsal.POINTS`; None: all of them, unless ``at``
+            is given.
+        steps: How many optimizer steps to train; None: a little more than two epochs if that is short, else 30.
+        resume_arguments: Words that a resumed run gets besides, with which a script is told to resume; ``{checkpoint}``
+            in one is replaced by the path, ``{ranks}`` by the number of ranks.
+        ranks: Other numbers of ranks that resume, too, from the middle and the end of an epoch and train to the end of
+            theirs: whether each sample is handed out once.
+        ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.
+        directory: Where checkpoints, notes and the output of all processes go, and stay; None: a temporary directory.
+        env: Variables in addition to those of this process.
+        cwd: Working directory of the processes.
+        timeout: Seconds that one process may take.
+        by_script: Whether an option of a training in the script asks for it, so that no other one is rehearsed.
+        announce: Called with a line for people before each process.
+
+    Returns:
+        What was found.
 
     Raises:
         CannotRehearseError: The script fails without being interrupted, takes longer than ``timeout``, does not train

@@ -129,8 +129,10 @@ class _UserModule(NamedTuple):
 class Variables:
     """Watches what a script keeps in variables of the functions that are running, in globals and in classes.
 
-    ``watched`` returns whose; None where nothing is looked at. In a resumed run that has lost variables, ``say`` is
-    called once with their names, and ``tell`` with those that are only logged.
+    Args:
+        watched: Returns whose variables are watched; None where nothing is looked at.
+        say: Called once in a resumed run that has lost variables, with their names.
+        tell: The same, with the names of those that are only logged.
     """
 
     def __init__(
@@ -199,8 +201,9 @@ class Variables:
     def capture(self, *, between: bool = False, ends: bool = False) -> dict[str, Any]:
         """Return what has changed since training began, and is not made anew.
 
-        The run continues with another epoch (``between``), or with the end of this one (``ends``), before which no step
-        makes anything anew.
+        Args:
+            between: Whether the run continues with another epoch.
+            ends: Whether it continues with the end of this one, so that no step makes anything anew before.
         """
         if not self._first:
             return {}
@@ -364,7 +367,11 @@ class Variables:
 
 
 def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
-    """Return which values of objects are more than what each step makes anew and people are told."""
+    """Return which values of objects are more than what each step makes anew and people are told.
+
+    Args:
+        values: Class of each object, path of the attribute, and value.
+    """
     if not values:
         return []
     held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]

@@ -39,8 +39,10 @@ def restore_types(
 ) -> None:
     """Give what ``load_state_dict`` has changed the type that it had.
 
-    ``saved`` is the state as :func:`states_in_order` returns it, and ``type_of`` returns the type that a parameter had
-    then. If that has changed, its state is left as it is.
+    Args:
+        optimizer: Which has loaded its state.
+        saved: That, as :func:`states_in_order` returns it.
+        type_of: Returns the type that a parameter had then. If that has changed, its state is left as it is.
     """
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for parameter, values in zip(parameters, saved, strict=False):

@@ -75,8 +75,9 @@ class Source:
     def names_of(self, path: str, code: types.CodeType | None) -> list[str]:
         """Return the names on the way to a value, the value's own last.
 
-        ``path`` is a variable, and attributes and keys, joined by dots; ``code`` that of the function that has the
-        variable, None for a global or an attribute of a class.
+        Args:
+            path: A variable, and attributes and keys, joined by dots.
+            code: Of the function that has the variable; None for a global, or an attribute of a class.
         """
         root, *rest = path.split(".")
         if code is not None and code.co_name != "<module>":
@@ -117,8 +118,10 @@ class Source:
     def decides(self, name: str, *, counts: bool = False, holds: bool = False) -> bool:
         """Whether a value goes into anything but what people read and what is written down.
 
-        A whole number (``counts``) may only say when to end; a container (``holds``) may be returned, or read after the
-        training, to be looked at.
+        Args:
+            name: Of the value.
+            counts: Whether it is a whole number, which may only say when to end.
+            holds: Whether it is a container, which may be returned, or read after the training, to be looked at.
         """
         reader = self._reader
         if not self._is_readable or name not in reader.read_names | reader.stored:

@@ -247,6 +247,10 @@ class Storage(abc.ABC):
     def write_whole(self, path: str, data: bytes) -> None:
         """Make a small file, durable, replacing what was there.
 
+        Args:
+            path: The file.
+            data: All that it is to hold.
+
         Raises:
             StorageError: The storage refused.
         """
@@ -266,7 +270,9 @@ class Storage(abc.ABC):
     def open_inside(self, directory: str, name: str) -> FileReader:
         """Open a file of a checkpoint that is a directory, if it is really in there.
 
-        Its name has ``/`` between folders. The directory itself may be reached by a link.
+        Args:
+            directory: The checkpoint, which may itself be reached by a link.
+            name: Relative to it, with ``/`` between folders.
 
         Raises:
             CheckpointNotFoundError: There is no such file.
@@ -313,8 +319,10 @@ class Storage(abc.ABC):
     def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
         """Return what ``read`` returns for a checkpoint; where there are several copies, for the nearest that is whole.
 
-        ``read`` is called with the storage that has a copy, and the copy's path there; again with another one if it
-        raises because the first is damaged.
+        Args:
+            path: The checkpoint.
+            read: Called with the storage that has a copy, and the copy's path there; again with another one if it
+                raises because the first is damaged.
         """
         return read(self, path)
 

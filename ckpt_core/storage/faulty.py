@@ -123,7 +123,10 @@ class FaultyStorage(Storage):
     ) -> Result:
         """Record ``operation`` and carry it out by ``action``, unless a fault says otherwise.
 
-        ``tear`` has the inner storage write only so many bytes.
+        Args:
+            operation: What is asked for.
+            action: Asks the inner storage for it.
+            tear: Has the inner storage write only so many bytes.
         """
         faults = self._meet(operation)
         for fault in faults:

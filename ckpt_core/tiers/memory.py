@@ -101,7 +101,11 @@ class MemoryTier:
         self._has_failed = False
 
     def settings(self, strategy: str) -> dict[str, Any]:
-        """Return the arguments for the checkpointer that saves the snapshots."""
+        """Return the arguments for the checkpointer that saves the snapshots.
+
+        Args:
+            strategy: ``"sync"`` or ``"async"``.
+        """
         return {"strategy": strategy, "on_error": "warn", "storage": self.storage, "listeners": [self]}
 
     def covers(self, path: StrPath) -> bool:
@@ -174,9 +178,10 @@ class MemoryTier:
         self._kept = [entry.path for entry in sorted(entries, key=lambda entry: entry.modified)]
 
     def is_seen(self, token: str) -> bool:
-        """Return whether this rank sees the memory of rank 0, where :meth:`begin` has returned the token.
+        """Return whether this rank sees the memory of rank 0, which on another machine or in another container is not.
 
-        It does not on another machine, or in another container.
+        Args:
+            token: What :meth:`begin` has returned there.
         """
         return _read(self._place).get("token") == token
 
@@ -184,6 +189,10 @@ class MemoryTier:
         """Make one of the memories of several machines; called on all ranks together when :meth:`begin` was.
 
         The lowest rank of each machine serves its memory to the others.
+
+        Args:
+            agreement: Of the ranks.
+            ranks: Who saves together.
 
         Raises:
             CheckpointError: That cannot be; the same on all ranks.
@@ -255,8 +264,10 @@ class MemoryTier:
     def next_path(self, step: int, name: str = "step={}", *, is_busy: bool = False) -> str | None:
         """Return where the snapshot of a step goes, on rank 0, when there is room; None if there is to be none.
 
-        ``name`` has a place for the step. While the snapshot before is still being written (``is_busy``), this one is
-        left out, and nobody waits.
+        Args:
+            step: Of the training.
+            name: Of the snapshot, with a place for the step.
+            is_busy: Whether the snapshot before is still being written: then this one is left out, and nobody waits.
         """
         if self._has_failed or is_busy:
             return None
@@ -265,7 +276,11 @@ class MemoryTier:
         return path
 
     def make_room(self, path: str) -> None:
-        """Delete from this machine's memory what the snapshot that rank 0 has named takes the place of."""
+        """Delete from this machine's memory what the snapshot that is due takes the place of.
+
+        Args:
+            path: What rank 0 has named.
+        """
         with contextlib.suppress(CheckpointError):
             if self.machines > 1:  # of what others have saved, nothing else tells this machine
                 self._look(MemoryStorage(self._place))
