@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import errno
 import logging
 import time
 import weakref
@@ -91,7 +92,7 @@ class _FsspecReader(FileReader):
         self._storage = storage
         info = storage.info(path)
         if info["type"] == "directory":
-            raise StorageError("the path is a directory, not a checkpoint file", path=path)
+            raise StorageError("the path is a directory, not a checkpoint file", path=path, errno=errno.EISDIR)
         if info["size"] is None:
             raise StorageError(
                 "the server does not report the size of the file",

@@ -56,7 +56,9 @@ class LocalFileReader(FileReader):
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
             if not stat.S_ISDIR(status.st_mode):
-                raise StorageError("the path is not a regular file", path=path, remedy="give a checkpoint file")
+                raise StorageError(
+                    "the path is not a regular file", path=path, remedy="give a checkpoint file", errno=errno.ENXIO
+                )
             raise StorageError(
                 "the path is a directory, not a checkpoint file",
                 path=path,

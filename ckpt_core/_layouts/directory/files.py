@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,11 +11,12 @@ from ckpt_core._layouts.directory.contents import Shard
 from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
 from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES
 from ckpt_core.digest import digest, digest_of_parts
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage.base import CountingReader, FileReader, Storage
 from ckpt_core.threads import run_parallel
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
+_NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ENXIO)  # a directory, a file in place of the folder, a pipe or socket
 _MOST_OPEN = 64  # files: the system's limit is for all that a process has open
 _LARGEST_WHOLE = 2**31  # bytes
 _READ = 4 * 2**20  # bytes read at a time for a digest
@@ -77,6 +79,11 @@ class Files:
             reader = self.open(name)
         except CheckpointNotFoundError as error:
             raise _corrupted("a file of the checkpoint is missing", self.path_of(name)) from error
+        except StorageError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            message = "a file of the checkpoint is missing, and something else has its name"
+            raise _corrupted(message, self.path_of(name)) from error
         if reader.size != self.sizes[name]:
             reader.close()
             raise _corrupted(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +105,12 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
     "name",
     ["model-00002-of-00002.safetensors", "rank-00001-of-00002.safetensors", "rank-00002-of-00002.digests"],
 )
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("instead", [None, Path.mkdir, os.mkfifo])
+def test_a_missing_file_is_named(tmp_path: Path, name: str, instead: Callable[[Path], None] | None) -> None:
     path = save(tmp_path / "c")
     (path / name).unlink()
+    if instead is not None:
+        instead(path / name)
     for load in (True, False):
         error = problem_of(path, load=load)
         assert isinstance(error, CheckpointCorruptedError)
