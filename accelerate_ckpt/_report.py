@@ -67,7 +67,7 @@ class RunReport:
 
     @property
     def seconds(self) -> float:
-        """How long the run has taken."""
+        """How long the run has trained."""
         return time.monotonic() - self._begin
 
     def new_metrics(self) -> dict[str, float]:
@@ -84,6 +84,8 @@ class RunReport:
             self._has_started = True
             path, step = (directory, 0) if point is None else (checkpointer.known_as(point.path), point.step or 0)
             checkpointer.notify(TrainingStarted(path=path, resumed=point is not None, step=step))
+            if not self.summary.stall_seconds:  # as long as nothing was saved, the run begins here
+                self._begin = time.monotonic()
 
     def ended(self, notify: Callable[[Event], None], step: int, directory: str) -> None:
         """Note that the training of a directory's run is over, after so many steps."""

@@ -156,6 +156,12 @@ class Process:
         else:
             save.error, save.failed = str(event.get("error") or "failed"), moment
 
+    @property
+    def seconds(self) -> float:
+        """How long it has trained: from when it said so, or from its first save, to its last event."""
+        begun = [float(event["time"]) for event in self.events("TrainingStarted")] + [s.started for s in self.saves[:1]]
+        return self.last - min(begun, default=self.first)
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the other events of one kind, in order."""
         return [event for event in self.others if event["event"] == kind]
@@ -260,7 +266,7 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
     stalls = [save for save in states if save.stall is not None]
     commits = sorted(save.durable - save.started for save in states if save.durable is not None)
     ranks = _by_rank(processes)
-    span = max((sum(each.last - each.first for each in starts) for _, starts in ranks), default=0.0)
+    span = max((sum(each.seconds for each in starts) for _, starts in ranks), default=0.0)
     stalled = sum(save.stall or 0.0 for save in saves)
     kinds = [event["event"] for process in processes for event in process.others]
     interruptions = interruptions_of(processes)

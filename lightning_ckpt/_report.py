@@ -65,6 +65,7 @@ class RunReport(Live):
             path, step = self._trainer.ckpt_path, self._trainer.global_step
             at = self._plugin.checkpointer.known_as(path or directory or ".")
             self._plugin.checkpointer.notify(TrainingStarted(path=at, resumed=path is not None, step=step))
+        self._begin = time.monotonic()
 
     def training_ends(self, directory: Any) -> None:
         """Note that the fit has trained to its end."""

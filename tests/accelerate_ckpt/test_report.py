@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from accelerate.tracking import GeneralTracker
 from accelerate_ckpt import CheckpointConfig, _report, attach
 from accelerate_ckpt.config import OptionError
 from ckpt_core import console, small_states
-from ckpt_core.events import Event
+from ckpt_core.events import Event, TrainingStarted
 from ckpt_core.report import interruptions_of, read_events
 from tests.accelerate_ckpt.training import Run
 from tests.support.event_files import scalars_of
@@ -57,6 +58,14 @@ def test_tensorboard_shows_the_figures_at_the_steps_of_the_script(tmp_path: Path
     stalls = [value for _, value in shown["checkpoint/stall_seconds"]]
     assert min(stalls) > 0
     assert sum(stalls) == pytest.approx(shown["checkpoint/stall_seconds_total"][-1][1], rel=1e-5)
+
+
+def test_a_run_is_counted_from_the_start_of_its_training(tmp_path: Path) -> None:
+    begun: list[float] = []
+    train(tmp_path, log_metrics=True, listeners=[lambda e: begun.append(e.time) if type(e) is TrainingStarted else 0])
+    now, shown = time.time(), scalars_of(tmp_path)
+    stall, share = (shown[f"checkpoint/{name}"][-1][1] for name in ("stall_seconds_total", "share_of_run"))
+    assert stall / share <= now - begun[0]
 
 
 def test_the_last_save_reaches_the_trackers(tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ def test_what_ranks_save_together_is_one_save(tmp_path: Path) -> None:
         lines.append(json.dumps({**line, "time": 1e9 + moment, **more}))
 
     for rank, stall in ((0, 0.1), (1, 0.4)):
+        say(rank, 1, -5.0, "CheckpointLoaded", "/weights", bytes=1, seconds=3.0)  # before training: not counted
         say(rank, 1, 0.0, "TrainingStarted", "/run", resumed=False, step=0)
         for moment in (10.0, 20.0):  # the same name twice
             say(rank, 1, moment, "SaveStarted")
@@ -240,7 +241,7 @@ def test_what_ranks_save_together_is_one_save(tmp_path: Path) -> None:
     assert totals["durable_after_seconds_median"] == 2.0, "when the last rank knows it"
     assert run_in_words(totals) == "31.5 s on 2 ranks, 4 processes"
     text = Page(page_of(processes)).text
-    assert text.count("/run/2") == 2 and "31.5 s on 2 ranks, 4 processes in 41.5 s" in " ".join(text)
+    assert text.count("/run/2") == 2 and "31.5 s on 2 ranks, 4 processes in 49.5 s" in " ".join(text)
 
 
 def page_with_stalls(log: Path, stalls: Sequence[float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from ckpt_core import console
+from ckpt_core.events import TrainingStarted
 from ckpt_core.report import interruptions_of, read_events
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.lightning_ckpt.exact_cases import MemoryLogger
@@ -171,6 +173,24 @@ def test_loggers_get_the_figures_of_each_save(plugin: Any, tmp_path: Path) -> No
         assert row["checkpoint/failures"] == 0
         assert 0 < row["checkpoint/share_of_run"] <= 1
         assert row["checkpoint/stall_seconds_total"] > 0
+
+
+def test_a_run_is_counted_from_the_start_of_its_training(tmp_path: Path) -> None:
+    begun: list[float] = []
+    logged: list[tuple[float, dict[str, float]]] = []
+
+    class Logger(MemoryLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            if "checkpoint/share_of_run" in metrics:
+                logged.append((time.monotonic(), metrics))
+
+    plugin = SyncCheckpointIO(listeners=[lambda e: begun.append(time.monotonic()) if type(e) is TrainingStarted else 0])
+    callbacks = [saver(tmp_path, log_metrics=True)]
+    trainer_of(tmp_path, callbacks, plugins=[plugin], logger=Logger(), max_epochs=1).fit(model_of())
+    for moment, row in logged:
+        seconds = row["checkpoint/stall_seconds_total"] / row["checkpoint/share_of_run"]
+        assert seconds <= moment - begun[0] + 1e-6
+    assert logged
 
 
 def test_tensorboard_shows_the_figures(tmp_path: Path) -> None:
