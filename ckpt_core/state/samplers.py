@@ -134,6 +134,10 @@ class RecordingSampler(Forwarding):
         """Return the sampler that has the state."""
         return self.inner
 
+    def make_iterator(self) -> Any:
+        """Return what the indices of the next pass are taken from."""
+        return iter(self.inner)
+
     def moment(self) -> SamplerMoment:
         """Capture what the next numbers depend on now."""
         return SamplerMoment(RngState.capture(), self.generators(), self.counters(), self.plain.capture()[0])
@@ -200,7 +204,7 @@ class _RecordingIterator:
     ) -> None:
         self.sampler = sampler
         self.current = current
-        self.inner = iter(sampler.inner)
+        self.inner = sampler.make_iterator()
         self._first = first
         self._skip = skip
         stay_stateful(self)  # so that checkpoints are also good for the loader's own way to resume

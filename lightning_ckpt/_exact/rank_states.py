@@ -58,7 +58,7 @@ def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[
     if problem is None:
         rest = "every sample that was left of the epoch is used once"
     else:
-        rest = f"the data of the epoch begins again, because {problem}"
+        rest = f"the data of the epoch begins again, for as many batches as were left, because {problem}"
     ranks = f"it was saved by {shared['world_size']} ranks and is resumed by {data.world_size}"
     return [f"{ranks}: {rest}, and open metrics begin again"]
 

@@ -57,7 +57,8 @@ class Spec:
         plugin: Arguments of :class:`ShardedCheckpointIO`; None for Lightning's own.
         samples: Size of the data set.
         batch: Samples in a batch.
-        loader: ``"map"``, ``"stream"`` or ``"sampler"`` (a ``DistributedSampler`` of the user's).
+        loader: ``"map"``, ``"stream"``, ``"sampler"`` (a ``DistributedSampler`` of the user's), or ``"stateful"`` (a
+            ``StatefulDataLoader`` with a ``StatefulDistributedSampler``).
         workers: Data loading workers.
         manual: Steps of the user's own, each after so many batches; 0 for Lightning's.
         average: Whether to average the weights.
@@ -171,6 +172,12 @@ class Model(pl.LightningModule):
         if self.spec.loader == "sampler":
             sampler = DistributedSampler(data, self.trainer.world_size, self.trainer.global_rank, seed=5)
             return DataLoader(data, self.spec.batch, sampler=sampler, num_workers=self.spec.workers)
+        if self.spec.loader == "stateful":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+            from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+            sampler = StatefulDistributedSampler(data, self.trainer.world_size, self.trainer.global_rank, seed=5)
+            return StatefulDataLoader(data, self.spec.batch, sampler=sampler, num_workers=self.spec.workers)
         return DataLoader(data, self.spec.batch, shuffle=True, num_workers=self.spec.workers)
 
     def val_dataloader(self) -> Any:

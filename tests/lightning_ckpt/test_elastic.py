@@ -19,8 +19,10 @@ def used(results: list[Any], first: int = 0, last: int | None = None) -> collect
     return collections.Counter(i for row in rows for i in row[3])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "mp"])
-def test_no_sample_is_lost_or_repeated_over_several_changes(runs: Runs, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "data"), [("ddp", {}), ("mp", {}), ("ddp", {"loader": "stateful", "workers": 2})])
+def test_no_sample_is_lost_or_repeated_over_several_changes(
+    runs: Runs, tmp_path: Path, kind: str, data: dict[str, Any]
+) -> None:
     # Lightning gives ModelParallelStrategy a DistributedSampler with one rank, too
     directory = tmp_path / "run"
     total: collections.Counter[int] = collections.Counter()
@@ -35,6 +37,7 @@ def test_no_sample_is_lost_or_repeated_over_several_changes(runs: Runs, tmp_path
             trainer={"max_steps": min(step, 20), "max_epochs": 1 if step > 20 else 100},
             callback={"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"},
             ckpt_path="last" if number else None,
+            **data,
         )
         total += used(found)
         for result in found:
