@@ -40,6 +40,7 @@ NAME = "simulated"
 DEVICES = 2
 _ops: Any = torch.ops.simulated
 _captures: list[bool] = []
+_libraries: list[Any] = []  # what they register ends with them
 
 
 def load() -> None:
@@ -56,6 +57,10 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):  # up to torch 2.8
+        library = torch.library.Library("_", "IMPL")
+        library.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")
+        _libraries.append(library)
 
 
 # ---- what tests decide -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import io
 import logging
 import pathlib
 from collections import OrderedDict, defaultdict
@@ -294,11 +295,23 @@ def test_an_object_that_cannot_be_rebuilt_now_is_saved_and_said(
     assert "part.x: " in caplog.text
 
 
+def _is_loaded_by_torch(state: Any) -> bool:
+    archive = io.BytesIO()
+    torch.save(state, archive)
+    try:
+        torch.load(io.BytesIO(archive.getvalue()), weights_only=False)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("allowed", [[], [Point]], ids=["refused", "allowed"])
 def test_an_object_over_memory_that_torch_cannot_load_is_refused_by_key(allowed: list[Any], tmp_path: Path) -> None:
     odd = torch.empty(0).set_(torch.UntypedStorage(10), 0, (2,))
     state = {"x": Point(odd)}  # type: ignore[arg-type]
     refused = pytest.raises(SerializationError, match="ends inside an element")
+    if allowed and _is_loaded_by_torch(state):
+        pytest.skip("torch 2.8 loads it")
     with torch.serialization.safe_globals(allowed), refused as caught:
         DirectoryCheckpointer(strategy="sync").save([Part("part", state, Kind.PER_RANK)], tmp_path / "a")
     assert caught.value.key == "part.x"
