@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ def run(arguments: Sequence[str] | None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
         if getattr(sys, name) is None:  # closed by who started the command; no checkpoint may get its number
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it raises
     if hasattr(sys.stdout, "reconfigure"):
         codecs.register_error("ckpt-names", _bytes_of_a_name)
         sys.stdout.reconfigure(errors="ckpt-names")

@@ -21,7 +21,7 @@ def add_commands(commands: Commands) -> None:
         help="show what checkpoints take on the disk; what several share by links counts once",
         epilog="Columns: size of its files, what deleting it alone would free, path.",
         example="-R runs",
-        codes="0 well, 1 a path, or a directory below it, is not there or cannot be read, 2 usage.",
+        codes="0 success, 1 a path, or a directory below it, is not there or cannot be read, 2 usage.",
     )
     du.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory or checkpoints (.)")
     du.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")

@@ -31,7 +31,7 @@ def add_commands(commands: Commands) -> None:
         "FOREIGN, ERROR.\n"
         "Why: newest; best (says the newest of the run); pinned (by ckpt keep).",
         example="-R runs",
-        codes="0 well, 1 a path, or what is below it, is not there or cannot be read, 2 usage.",
+        codes="0 success, 1 a path, or what is below it, is not there or cannot be read, 2 usage.",
     )
     ls.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory, a bucket, a checkpoint (.)")
     ls.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")

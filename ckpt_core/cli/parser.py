@@ -56,6 +56,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown is not None:
             said = f"there is no command {unknown[2]!r}" if unknown[1] == "COMMAND" else message
             message = said + _suggestion(unknown[2], re.findall(r"[\w-]+", unknown[3]))
+            if unknown[1] == "COMMAND" and (verbs := [word for word in _Parser.words if word in self.verbs]):
+                message = f"{said}: the command comes before its paths: ckpt {verbs[0]} {unknown[2]}"
         parser = next((self.verbs[word] for word in _Parser.words if word in self.verbs), self)  # that was meant
         option = _UNKNOWN_OPTION.search(message)
         if option is not None:
@@ -98,7 +100,7 @@ class Commands:
         help: str,
         example: str,
         epilog: str = "",
-        codes: str = "0 well, 1 it could not be done, 2 usage.",
+        codes: str = "0 success, 1 failure, 2 usage.",
     ) -> argparse.ArgumentParser:
         """Add a verb, which ``run`` does with the options, and return its parser.
 
@@ -123,12 +125,14 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
     ``add_commands`` are those of the files of verbs, in the order of the help.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     _Parser.words = words
     _Parser.prints_json = "--json" in itertools.takewhile(lambda word: word != "--", words)
     parser = _Parser(
         prog="ckpt",
         description="Look at, trust and move checkpoints.",
-        epilog="ckpt COMMAND --help says more. Exit codes: 0 well, 1 not, 2 usage; those of a command are in its help.",
+        epilog="ckpt COMMAND --help says more, also of its exit codes: 0 success, 1 failure, 2 usage.",
         parents=[_common()],
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of the package and its formats")

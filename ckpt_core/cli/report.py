@@ -18,7 +18,7 @@ def add_commands(commands: Commands) -> None:
         _report,
         help="say what the checkpoints of a run have cost, from its event log",
         example="events.jsonl --output report.html",
-        codes="0 well, 1 the log cannot be read, 2 usage, 3 there is none.",
+        codes="0 success, 1 the log cannot be read, 2 usage, 3 there is none.",
     )
     report.add_argument("events", nargs="+", metavar="EVENTS", help="a file that event_log= has named")
     report.add_argument("-o", "--output", metavar="HTML", help="write one self-contained page, too")

@@ -35,7 +35,7 @@ def add_commands(commands: Commands) -> None:
         "damaged, or does not say its step and time. For best, each checkpoint's own metrics count, as ckpt ls shows\n"
         "them.",
         example="runs/7 --keep latest=3 --keep every_steps=1000 --dry-run",
-        codes="0 well, 1 it could not be done, 2 usage, no --yes and nobody to ask, or a metric that none has.",
+        codes="0 success, 1 failure, 2 usage, no --yes and nobody to ask, or a metric that none has.",
     )
     prune.add_argument("directory", metavar="DIR", help="a directory of checkpoints; path or URL")
     prune.add_argument("--keep", action="append", type=_rules, metavar="RULE=N", help=f"such as {_RULES}")
@@ -47,7 +47,7 @@ def add_commands(commands: Commands) -> None:
         _clean,
         help="delete what killed processes left unfinished in a directory",
         example="runs/7 --dry-run",
-        codes="0 well, 1 it could not be done, or this user may not read or delete something unfinished, 2 usage.",
+        codes="0 success, 1 failure, or this user may not read or delete something unfinished, 2 usage.",
     )
     clean.add_argument("directory", nargs="?", metavar="DIR", help="a directory of checkpoints; path or URL")
     clean.add_argument(
@@ -118,7 +118,7 @@ def _prune(options: Options) -> int:
     decisions = _decide(found.checkpoints, rules, told)
     for metric in _unknown_metrics(rules, told):
         known = sorted({name for each in told.values() for name in each.metrics})
-        said = f"no checkpoint says its {metric!r}, so none would be the best: they say"
+        said = f"no checkpoint records {metric!r}, so none would be the best: they record"
         return fail(options, f"{said} {', '.join(known) or 'no metrics'}", Exit.USAGE, said_by="ckpt prune")
     surplus = [decision.info for decision in decisions if not decision.reasons]
     freed = freed_by((info.path, info.size) for info in surplus)

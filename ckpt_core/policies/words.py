@@ -86,7 +86,7 @@ def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
         try:
             found.append((f"{name}={value}", _RULES[name](value)))
         except ValueError as wanted:
-            raise ValueError(f"needs for {name} {wanted}, not {value!r}") from None
+            raise ValueError(f"needs {wanted} for {name}, not {value!r}") from None
     return found
 
 

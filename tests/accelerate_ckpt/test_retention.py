@@ -211,9 +211,9 @@ retention:
     ("written", "said"),
     [
         ("newest=2", "--retention: retention has no rule 'newest': there are latest, best"),
-        ("latest", "needs for latest a whole number of at least 1, not ''"),
-        ("latest=0", "needs for latest a whole number"),
-        ("every_hours=-1", "a number of hours above 0, not '-1'"),
+        ("latest", "needs a whole number of at least 1 for latest, not ''"),
+        ("latest=0", "needs a whole number of at least 1 for latest"),
+        ("every_hours=-1", "a number of hours above 0 for every_hours, not '-1'"),
         ("at_steps=1-2", r"steps with \+ between them"),
         ("best=", "METRIC, METRIC:max"),
         ("best=loss:lowest", "METRIC, METRIC:max"),

@@ -297,6 +297,7 @@ def test_storage_options_come_together_from_before_and_behind_the_verb() -> None
     ("words", "said"),
     [
         (["inspct", "x"], "there is no command 'inspct': did you mean inspect?"),
+        (["runs", "ls"], "there is no command 'runs': the command comes before its paths: ckpt ls runs"),
         (["ls", "--jsno"], "did you mean --json?"),
         (["--storage-options", "{", "ls"], "not JSON"),
         (["ls", "--storage-options", "3"], "not a JSON object"),
@@ -330,6 +331,14 @@ def test_a_shell_completes_commands_options_and_words(capsys: pytest.CaptureFixt
 def test_without_words_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "\n    verify " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "said"), [(["help"], "usage: ckpt [-h]"), (["help", "ls"], "usage: ckpt ls [-h]")])
+def test_help_is_a_command_too(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_it_says_its_version_and_what_formats_it_writes(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:
