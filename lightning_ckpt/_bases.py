@@ -30,7 +30,8 @@ else:
                     raise
         if not bases:
             raise ModuleNotFoundError(
-                "lightning_ckpt needs Lightning: install ckpt-plugins[lightning] or ckpt-plugins[pytorch-lightning]"
+                "lightning_ckpt needs Lightning: in a clone of ckpt-plugins, pip install '.[lightning]' or "
+                "'.[pytorch-lightning]'"
             )
         return type(f"{name}Base", tuple(bases), {"__module__": __name__})
 

@@ -76,7 +76,11 @@ def _open_filesystem(url: str, options: dict[str, Any], secrets: Secrets) -> Any
             filesystem, _ = fsspec.core.url_to_fs(url, **with_defaults)
         except ImportError as error:
             extra = _EXTRAS.get(protocol)
-            install = f"pip install 'ckpt-plugins[{extra}]'" if extra else f"install what fsspec asks for: {error}"
+            install = (
+                f"in a clone of ckpt-plugins, pip install '.[{extra}]'"
+                if extra
+                else f"install what fsspec asks for: {error}"
+            )
             raise StorageError(f"the package for {protocol}:// is not installed", path=url, remedy=install) from error
     if protocol in _S3:
         filesystem.retries = 1  # ours take over

@@ -136,7 +136,7 @@ def test_without_lightning_it_says_what_to_install(run_script: Any) -> None:
         check=False,
     )
     assert failed.returncode == 1
-    assert "install ckpt-plugins[lightning] or ckpt-plugins[pytorch-lightning]" in failed.stderr
+    assert "pip install '.[lightning]' or '.[pytorch-lightning]'" in failed.stderr
 
 
 def test_what_a_package_itself_lacks_is_not_taken_for_its_absence(run_script: Any) -> None:

@@ -116,9 +116,9 @@ def test_a_store_that_never_answers_is_given_up_soon(backend: str, caplog: pytes
 @pytest.mark.parametrize(
     ("url", "module", "remedy"),
     [
-        ("s3://b/a", "s3fs", "ckpt-plugins[s3]"),
-        ("abfs://b/a", "adlfs", "ckpt-plugins[azure]"),
-        ("gs://b/a", "gcsfs", "ckpt-plugins[gcs]"),
+        ("s3://b/a", "s3fs", "pip install '.[s3]'"),
+        ("abfs://b/a", "adlfs", "pip install '.[azure]'"),
+        ("gs://b/a", "gcsfs", "pip install '.[gcs]'"),
     ],
 )
 def test_a_missing_package_is_named(
