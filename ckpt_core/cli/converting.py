@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from typing import TYPE_CHECKING
 
 from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_itself, refuse_other_data, size_at
@@ -110,6 +109,7 @@ def _run_conversion(options: Options) -> None:
     from ckpt_core import interchange
     from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.checkpointer import full_path
+    from ckpt_core.interchange.streaming import scratch_directory
     from ckpt_core.storage import storage_for
 
     found = find(options.source, options.storage_options)
@@ -129,9 +129,7 @@ def _run_conversion(options: Options) -> None:
     if options.to == "dcp":
         interchange.convert_to_dcp(path, options.target, weights_only=weights_only, **given)
     elif options.to == "safetensors" and is_foreign:
-        parent = os.path.dirname(full_path(options.target))
-        os.makedirs(parent, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", suffix=".export", dir=parent) as between:
+        with scratch_directory(options.target) as between:
             ours = os.path.join(between, "checkpoint")
             interchange.convert_to_directory(path, ours, weights_only=weights_only, **given)
             if is_model and options.prefix is None:

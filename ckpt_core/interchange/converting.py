@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ from ckpt_core.interchange.dcp_files import export_dcp, import_entries, open_exp
 from ckpt_core.interchange.dcp_format import METADATA_NAME, REST_NAME
 from ckpt_core.interchange.flat_names import ROOT, is_first_key_of_part
 from ckpt_core.interchange.model_files import holds_model, read_model, refuse_unfinished
-from ckpt_core.interchange.streaming import DiskMemory, new_directory
+from ckpt_core.interchange.streaming import DiskMemory, scratch_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
@@ -313,13 +312,10 @@ def convert_to_dcp(
     if is_directory_checkpoint(storage_for(path, storage_options), path):
         export_dcp(source, target, storage_options=storage_options)
         return
-    with (
-        new_directory(target) as directory,
-        tempfile.TemporaryDirectory(prefix=".", suffix=".export", dir=os.path.dirname(directory)) as between,
-    ):
+    with scratch_directory(target) as between:
         ours = os.path.join(between, "checkpoint")
         convert_to_directory(source, ours, weights_only=weights_only, storage_options=storage_options)
-        export_dcp(ours, directory)
+        export_dcp(ours, target)
 
 
 def import_dcp(

@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
@@ -15,7 +16,7 @@ import torch
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core.errors import StorageError
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import is_remote, local_path
+from ckpt_core.storage import is_remote, local_path, storage_for
 from ckpt_core.storage.failures import storage_error
 from ckpt_core.storage.local_directory import sync_file
 
@@ -132,8 +133,12 @@ class LazyTensors(Sequence[torch.Tensor]):
 
 
 @contextlib.contextmanager
-def new_directory(target: StrPath) -> Iterator[str]:
-    """Give a directory to fill, which becomes ``target``, where nothing is yet; if the body raises, nothing is left."""
+def scratch_directory(target: StrPath) -> Iterator[str]:
+    """Give a hidden directory beside ``target``, where nothing is yet, and delete it at the end.
+
+    It is locked like an unfinished checkpoint, so that the next save there and ``ckpt clean`` delete it if this process
+    was killed.
+    """
     if is_remote(target):
         raise StorageError(
             "other programs' formats are written to local directories only",
@@ -143,19 +148,26 @@ def new_directory(target: StrPath) -> Iterator[str]:
     path = os.path.abspath(local_path(target))
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
         raise StorageError("something is already there", path=path, remedy="export to a path where there is nothing")
-    parent, name = os.path.split(path)
+    storage, token = storage_for(path), uuid.uuid4().hex[:12]
+    hidden = storage.begin_directory(path, token)
     try:
-        os.makedirs(parent, exist_ok=True)
-        hidden = tempfile.mkdtemp(prefix=f".{name}.", suffix=".export", dir=parent)
-        try:
+        yield hidden
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+        storage.leave_directory(path, token)
+
+
+@contextlib.contextmanager
+def new_directory(target: StrPath) -> Iterator[str]:
+    """Give a directory to fill, which becomes ``target``, where nothing is yet; if the body raises, nothing is left."""
+    path = os.path.abspath(local_path(target))
+    try:
+        with scratch_directory(target) as hidden:
             yield hidden
             os.chmod(hidden, 0o777 & ~_umask())
             _sync(hidden)
             os.rename(hidden, path)
-            sync_file(parent)
-        except BaseException:
-            shutil.rmtree(hidden, ignore_errors=True)
-            raise
+            sync_file(os.path.dirname(path))
     except StorageError:
         raise
     except OSError as error:

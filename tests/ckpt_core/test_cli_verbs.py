@@ -28,6 +28,7 @@ from ckpt_core.cli.command import _VERBS
 from ckpt_core.cli.parser import Commands, _Parser
 from ckpt_core.events import size_in_words
 from ckpt_core.interchange import load_whole
+from ckpt_core.interchange.streaming import new_directory
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.counting import counting
 from tests.support.damage import flip_bit
@@ -346,6 +347,25 @@ def test_what_a_killed_copy_has_left_goes_when_it_is_made_again(words: str, tmp_
     assert len(os.listdir(target)) == 1
     assert main(words.format(source=tmp_path / "run", target=target).split()) == 0
     assert os.listdir(target) == ["a.ckpt"]
+
+
+def test_what_a_killed_export_has_left_is_cleaned_and_one_under_way_stays(tmp_path: Path) -> None:
+    for is_killed in (False, True):
+        child = os.fork()
+        if child == 0:
+            with new_directory(tmp_path / "model") as hidden:
+                Path(hidden, "w.safetensors").write_bytes(b"half")
+                assert main(["clean", str(tmp_path)]) == 0
+                if is_killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == (signal.SIGKILL if is_killed else 0)
+        if not is_killed:
+            assert (tmp_path / "model" / "w.safetensors").read_bytes() == b"half"
+            shutil.rmtree(tmp_path / "model")
+    assert len(os.listdir(tmp_path)) == 1
+    assert main(["clean", str(tmp_path)]) == 0
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("verb", ["cp", "mv"])
