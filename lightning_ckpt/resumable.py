@@ -395,9 +395,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
             elif not self.save_on_exception or self._all_ranks_are_here():
                 super().on_exception(trainer, pl_module, exception)
             else:
-                logger.error("no checkpoint is saved on %r, because not all ranks have stopped", exception)
+                logger.error("no checkpoint is saved after %r, because not all ranks have stopped", exception)
         except CheckpointError:
-            logger.exception("could not save a checkpoint on the exception %r", exception)
+            logger.exception("could not save a checkpoint after the exception %r", exception)
         if self._watch is not None:
             self._watch.after_exception()
         if self._report is not None:
@@ -974,7 +974,7 @@ def _rehearse_first(trainer: Any, ckpt_path: Any) -> None:
     if not asked or ResumableCheckpoint.has_rehearsed:
         return
     if any(callback.has_to_resume(trainer, ckpt_path) for callback in callbacks):
-        announce(trainer, "This run resumes, so the script is not rehearsed before.")
+        announce(trainer, "This run resumes, so the script is not rehearsed first.")
         return
     ResumableCheckpoint.has_rehearsed = True
     rehearse_this_script(trainer, is_strict="strict" in asked)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 _REPEATED = (
-    "the script trains on with one loader after another one has ended: itertools.cycle repeats batches that it has "
+    "the script keeps training with one loader after another has ended: itertools.cycle repeats batches that it has "
     "kept, of which a resume has none (begin another iteration of the loader in its place)"
 )
 _READ_AHEAD = "a thread of the script had taken batches ahead of its training"

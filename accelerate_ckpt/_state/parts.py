@@ -91,7 +91,7 @@ def check_weights(
         return
     here = model.state_dict(keep_vars=True)
     problems = [
-        f"{name} is of shape {list(shape)} there and {list(here[name].shape)} here"
+        f"{name} has shape {list(shape)} in the checkpoint and {list(here[name].shape)} in the model"
         for name, shape in saved.items()
         if shape is not None and isinstance(here.get(name), torch.Tensor) and tuple(here[name].shape) != shape
     ]
@@ -99,8 +99,8 @@ def check_weights(
         # One of the names of a tied weight is enough; statistics of old models have no counters.
         stored = {id(here[name]) for name in saved if name in here}
         missing = [name for name, value in here.items() if id(value) not in stored and isinstance(value, torch.Tensor)]
-        problems += [f"{name} is not there" for name in missing if not name.endswith("num_batches_tracked")]
-        problems += [f"{name} is there and not here" for name in saved if name not in here]
+        problems += [f"{name} is not in the checkpoint" for name in missing if not name.endswith("num_batches_tracked")]
+        problems += [f"{name} is not in the model" for name in saved if name not in here]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise StateMismatchError(
