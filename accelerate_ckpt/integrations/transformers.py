@@ -611,7 +611,7 @@ def _unbound() -> CheckpointError:
 def _not_as_known(what: str) -> CheckpointError:
     return CheckpointError(
         f"ResumableCallback does not work with transformers {transformers.__version__}: {what}",
-        remedy="use transformers 5, or train without ResumableCallback",
+        remedy="use transformers 5.3 or newer, or train without ResumableCallback",
     )
 
 
