@@ -7,7 +7,6 @@ package uses are in this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -41,22 +40,12 @@ def sharding_of(placement: Placement) -> Sharding | None:
     raise ValueError(f"placement {placement!r}")
 
 
-def on_whole_mesh(
-    mesh: DeviceMesh, shardings: Sequence[Sharding | None]
-) -> tuple[DeviceMesh, tuple[Sharding | None, ...]]:
-    """Return the mesh that this one is a slice of, ``mesh["dp"]``, on which the tensor is replicated beside the slice.
-
-    The ranks of the other slices have the same tensor on theirs.
-    """
+def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that this one is a slice of, ``mesh["dp"]``, also a flattened one; itself if it is of none."""
     find = getattr(mesh, "_get_root_mesh", None)  # later than torch 2.8
     if find is None and not hasattr(device_mesh, "_mesh_resources"):
-        return mesh, tuple(shardings)  # as if it were on its own: a save of slices then fails, and others do not
-    whole = device_mesh._mesh_resources.get_root_mesh(mesh) if find is None else find()
-    names, known = mesh.mesh_dim_names or (), whole.mesh_dim_names or ()
-    if whole is mesh or not names or [name for name in known if name in names] != list(names):
-        return mesh, tuple(shardings)
-    cuts = dict(zip(names, shardings, strict=True))
-    return whole, tuple(cuts.get(name) for name in known)
+        return mesh  # as if it were on its own: a save of slices then fails, and others do not
+    return device_mesh._mesh_resources.get_root_mesh(mesh) if find is None else find()
 
 
 def is_sharded_tensor(tensor: torch.Tensor) -> TypeGuard[ShardedTensor]:

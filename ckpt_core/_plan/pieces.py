@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpt_core.buffers import storage_of
@@ -17,6 +19,8 @@ from ckpt_core.geometry import Box, Sharding, sharded_boxes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+_Ranks = npt.NDArray[np.int64]
 
 # torch.nn.Buffer only marks a tensor, so it is among these too.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -109,7 +113,7 @@ def _refused_type(tensor: torch.Tensor, key: str) -> SerializationError:
 
 
 def _part_of_dtensor(tensor: DTensor, key: str, rank: int) -> LocalTensor:
-    from ckpt_core._plan._torch_private import on_whole_mesh, sharding_of
+    from ckpt_core._plan._torch_private import sharding_of
 
     with torch.no_grad():
         local = tensor.to_local().detach()
@@ -118,8 +122,8 @@ def _part_of_dtensor(tensor: DTensor, key: str, rank: int) -> LocalTensor:
     _check_plain(local, key)
     shape = tuple(tensor.shape)
     try:
-        mesh, shardings = on_whole_mesh(tensor.device_mesh, [sharding_of(each) for each in tensor.placements])
-        share = _mesh_view(mesh, rank).share(shape, shardings)
+        shardings = tuple(sharding_of(each) for each in tensor.placements)
+        share = _mesh_view(tensor.device_mesh, rank).share(shape, shardings)
     except ValueError as error:
         raise SerializationError(
             f"the tensor at {key} has the {error}: that does not say which of its elements are where",
@@ -160,10 +164,13 @@ _NOTHING = _Share((), (), ())
 
 
 class _MeshView:
-    """A mesh as one rank sees it. Remembers the geometry, which is the same for many tensors and at every save."""
+    """A mesh as one rank sees it. Remembers the geometry, which is the same for many tensors and at every save.
 
-    def __init__(self, mesh: DeviceMesh, rank: int) -> None:
-        self._ranks = np.asarray(mesh.mesh.tolist())
+    It has one dimension more, for the slices of a whole mesh: a tensor on one of them is replicated over the others.
+    """
+
+    def __init__(self, mesh: DeviceMesh, rank: int, whole: DeviceMesh | None = None) -> None:
+        self._ranks = _slices(np.asarray(mesh.mesh.tolist()), np.asarray((whole or mesh).mesh.tolist()))
         position = np.argwhere(self._ranks == rank)
         self._coordinate = tuple(map(int, position[0])) if len(position) else None
         self._shares: dict[tuple[tuple[int, ...], tuple[Sharding | None, ...]], _Share] = {}
@@ -172,7 +179,7 @@ class _MeshView:
         """Return what the rank holds of a tensor of this shape; a ``ValueError`` if the mesh does not say."""
         share = self._shares.get((shape, shardings))
         if share is None:
-            share = self._shares[shape, shardings] = self._computed_share(shape, shardings)
+            share = self._shares[shape, shardings] = self._computed_share(shape, (None, *shardings))
         return share
 
     def _computed_share(self, shape: tuple[int, ...], shardings: tuple[Sharding | None, ...]) -> _Share:
@@ -183,7 +190,8 @@ class _MeshView:
             # the mesh elsewhere: where they differ, the same tensor has its parts in either order.
             if sharding is not None and (np.diff(self._ranks, axis=dimension) < 0).any():
                 raise ValueError(
-                    f"mesh {self._ranks.tolist()}, in which ranks do not ascend along dimension {dimension}"
+                    f"mesh {self._ranks[self._coordinate[0]].tolist()}, in which ranks do not ascend along dimension "
+                    f"{dimension - 1}"
                 )
         if 0 in shape:
             return _Share((), (), tuple(sorted(np.ravel(self._ranks).tolist())))
@@ -199,13 +207,37 @@ class _MeshView:
         return _Share(boxes, boxes[-1][1].end, tuple(holders))
 
 
-_mesh_views: WeakKeyDictionary[DeviceMesh, dict[int, _MeshView]] = WeakKeyDictionary()
+def _slices(ranks: _Ranks, whole: _Ranks) -> _Ranks:
+    """Return the ranks of a slice, and of those beside it in the whole mesh; of the mesh alone if it is no slice."""
+    found = np.argsort(whole, axis=None)[np.searchsorted(np.sort(whole, axis=None), ranks)]
+    at = np.unravel_index(found, whole.shape)
+    beside = [dimension for dimension, places in enumerate(at) if (places == places.flat[0]).all()]
+    count = math.prod(whole.shape[dimension] for dimension in beside)
+    if count * ranks.size != whole.size:
+        return ranks[np.newaxis]
+    slices = []
+    for others in np.ndindex(*(whole.shape[dimension] for dimension in beside)):
+        places = list(at)
+        for dimension, place in zip(beside, others, strict=True):
+            places[dimension] = np.full_like(ranks, place)
+        slices.append(whole[tuple(places)])
+    return np.stack(slices)
+
+
+# By the whole mesh, and then by its slice: slices of two meshes can be equal.
+_mesh_views: WeakKeyDictionary[DeviceMesh, WeakKeyDictionary[DeviceMesh, dict[int, _MeshView]]] = WeakKeyDictionary()
 
 
 def _mesh_view(mesh: DeviceMesh, rank: int) -> _MeshView:
-    views = _mesh_views.setdefault(mesh, {})
+    from ckpt_core._plan._torch_private import whole_mesh
+
+    whole = whole_mesh(mesh)
+    slices = _mesh_views.get(whole)
+    if slices is None:
+        slices = _mesh_views[whole] = WeakKeyDictionary()
+    views = slices.setdefault(mesh, {})
     if rank not in views:
-        views[rank] = _MeshView(mesh, rank)
+        views[rank] = _MeshView(mesh, rank, whole)
     return views[rank]
 
 

@@ -168,6 +168,21 @@ def tensor_parallel_and_fsdp_uneven(world: int) -> None:
     check(state, whole)
 
 
+@case(4)
+def tensor_parallel_and_fsdp_on_a_flattened_mesh(world: int) -> None:
+    """As Accelerate and torchtitan shard: what is not parallelized is on a slice of the flattened mesh."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    flat = mesh["dp", "cp"]._flatten("dp_cp")
+    model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (*model, model):
+        fully_shard(layer, mesh=flat)
+    state = dict(model.state_dict())
+    check_distributed(state)
+    assert planned(state)["1.weight"].holders == ((0, 1), (2, 3))[dist.get_rank() // 2]
+
+
 @case(2, 4)
 def tensor_parallel(world: int) -> None:
     torch.manual_seed(0)
