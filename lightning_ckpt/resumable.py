@@ -272,7 +272,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._resumes = True
         before_look_ups(_introduce)
         if self._auto is not None:
-            without_a_path(find_resume)
+            without_a_path(find_resume, ExactState.resumed_ahead)
         rehearse_if_asked()
         if rehearse and not is_rehearsed():
             before_launches(_rehearse_first)
@@ -281,7 +281,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self.__dict__.update(state)
         before_look_ups(_introduce)  # in a process that was spawned, too
         if self._auto is not None:
-            without_a_path(find_resume)
+            without_a_path(find_resume, ExactState.resumed_ahead)
         rehearse_if_asked()
 
     def meet(self, trainer: Any) -> None:

@@ -19,7 +19,8 @@ def undo_unfinished(progress: dict[str, Any]) -> None:
         progress.update({name: progress["completed"] for name in ("ready", "started", "processed") if name in progress})
 
 
-def _epochs_begun(phase: str, done: int) -> int:
+def epochs_begun(phase: str, done: int) -> int:
+    """Return how many epochs have begun in a phase, when so many are over."""
     return done if phase in ("between_epochs", "epoch_end") else done + 1
 
 
@@ -64,7 +65,7 @@ class Counters:
         """The counters of a checkpoint are set; what remains to be done of it is ``phase``."""
         own = self._internals.counts()
         done = own["epoch"]["processed"]
-        begun = _epochs_begun(phase, done)
+        begun = epochs_begun(phase, done)
         own["epoch"].update(ready=begun, started=begun, completed=done - (phase == "epoch_end"))
         self.put(own)
 
@@ -91,7 +92,7 @@ class Counters:
         if not any(off for kind in self._off.values() for off in kind.values()):
             return
         epoch, batch, own = progress["epoch"]["current"], progress["batch"]["current"], self.own()["batch"]
-        begun = _epochs_begun(phase, epoch["processed"])
+        begun = epochs_begun(phase, epoch["processed"])
         # completed stays: it is the Trainer's current epoch, processed is how many it has trained
         epoch.update(ready=begun, started=begun)
         ready = self._internals.counts()["batch"]["ready"] - (redo and own["ready"] > own["completed"])

@@ -35,7 +35,7 @@ from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
-from lightning_ckpt._exact.counters import Accumulation, Counters, Limits, undo_unfinished
+from lightning_ckpt._exact.counters import Accumulation, Counters, Limits, epochs_begun, undo_unfinished
 from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all, is_cut_short
 from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.fit_resume import Resume
@@ -122,6 +122,8 @@ class ExactState(Live):
         self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
+        # whether this fit, or the one before it, had nothing left to train in a checkpoint of the one after it
+        self._is_ahead = self._is_behind = False
         self._precision: Precision | None = None  # of what is restored, until the training starts
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
@@ -150,11 +152,19 @@ class ExactState(Live):
     @classmethod
     def of(cls, trainer: Any, replay: bool, warn: Callable[[str], None]) -> ExactState:
         """Return the state of a Trainer that begins a fit; the same for each callback on it."""
-        state = getattr(trainer, _ATTRIBUTE, None)
-        if state is None or state._released:
-            state = cls(trainer, replay, warn)
-            setattr(trainer, _ATTRIBUTE, state)
+        before = getattr(trainer, _ATTRIBUTE, None)
+        if before is not None and not before._released:
+            return before
+        state = cls(trainer, replay, warn)
+        state._is_behind = before is not None and before._is_ahead
+        setattr(trainer, _ATTRIBUTE, state)
         return state
+
+    @staticmethod
+    def resumed_ahead(trainer: Any) -> bool:
+        """Return whether the last fit of a Trainer had nothing to train, in a checkpoint of a later one."""
+        state = getattr(trainer, _ATTRIBUTE, None)
+        return state is not None and state._is_ahead
 
     def record(self, recording: Recording) -> None:
         """Let the steps of the fit be recorded, and compared after a resume."""
@@ -191,16 +201,27 @@ class ExactState(Live):
             self._continues = True
         elif self._has_none:
             self._announce(self._internals.progress(), _INEXACT)
-        self._has_none = False
+        elif self._is_behind:
+            self._warn(
+                "an earlier fit of this Trainer had nothing left to train, as it resumed from a checkpoint that this "
+                "fit had saved, and this fit has no ckpt_path (give it ckpt_path, too)"
+            )
+        self._has_none = self._is_behind = False
 
     def fit_ended(self) -> None:
         """The fit is over, which may have begun at its end."""
         self._variables.ends()
         if self._loaded is not None:
+            shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
             # what a script reads after a fit, such as the metrics that it reports
-            restore_metrics(self._internals, self._trainer.lightning_module, self._loaded["mine"]["metrics"])
-            if notes := self._loaded[Kind.REPLICATED.value]["notes"]:
+            restore_metrics(self._internals, self._trainer.lightning_module, mine["metrics"])
+            if notes := shared["notes"]:
                 self._warn("; ".join(notes))
+            epochs = epochs_begun(shared["phase"], shared["progress"]["epoch"]["current"]["processed"])
+            limits, done = self._internals.limits(), {"max_epochs": epochs, "max_steps": self._trainer.global_step}
+            self._is_ahead = any(n > limits[name] for name, n in done.items() if limits[name] not in (None, -1))
+            # what it draws after a fit, such as the weights of the next model
+            RngState.decode(mine["rng"]).restore()
         if self._loaded is not None or self._has_none:
             self._announce(self._internals.progress(), "nothing is left to train")
 

@@ -77,20 +77,22 @@ def before_look_ups(call: _Call) -> None:
     _around_look_ups(select, call)
 
 
-def without_a_path(find: Callable[[Any], list[str | None]]) -> None:
+def without_a_path(find: Callable[[Any], list[str | None]], is_ahead: Callable[[Any], bool]) -> None:
     """Let every Trainer ask ``find(trainer)`` what a ``fit`` without ``ckpt_path`` resumes from.
 
     It returns an empty list if it has nothing to say, else one with the path, None for a fresh start. There is a public
     ``trainer.ckpt_path`` to set, but Lightning then warns about every path that a user gives. Nobody is asked by a
     Trainer that has trained already, whose state is further than any checkpoint, by ``fast_dev_run``, and by the trial
-    fits of Lightning's tuners.
+    fits of Lightning's tuners. ``is_ahead(trainer)`` says whether it has only resumed, from a checkpoint of a later
+    fit.
     """
 
     def select(
         original: Callable[..., Any], connector: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         is_asked = ckpt_path is None and state_fn == "fit" and not connector._user_managed
-        found = find(connector.trainer) if is_asked and _is_a_first_start(connector.trainer) else []
+        is_start = is_asked and (_is_a_first_start(connector.trainer) or is_ahead(connector.trainer))
+        found = find(connector.trainer) if is_start else []
         return found[0] if found else original(connector, state_fn, ckpt_path, *args, **kwargs)
 
     _around_look_ups(select, find)
