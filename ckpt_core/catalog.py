@@ -34,7 +34,7 @@ from ckpt_core.option_checks import (
 )
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
-from ckpt_core.storage import Storage, is_remote, local_path, refuse_missing_bucket, storage_for
+from ckpt_core.storage import Storage, is_remote, local_path, refuse_unwritable, refuse_wrong_directory, storage_for
 from ckpt_core.threads import run_parallel
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
@@ -390,12 +390,13 @@ class Catalog:
         Raises:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, but none can be used.
             CheckpointNotFoundError: There is no such bucket.
+            StorageError: The directory is a file, or behind a link that leads nowhere.
         """
         self.passed_over = {}
         wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
         if not by_age:
-            self.refuse_missing_bucket()
+            self.refuse_wrong_directory()
 
         def place(info: CheckpointInfo) -> Catalog:
             return self._memory if self._memory is not None and info in in_memory else self
@@ -417,13 +418,22 @@ class Catalog:
             for path, error in self.passed_over.items():
                 notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
 
-    def refuse_missing_bucket(self) -> None:
-        """Refuse a directory in a bucket that does not exist: that is no first start, but a wrong name.
+    def refuse_wrong_directory(self) -> None:
+        """Refuse a directory where no checkpoint can be: that is no first start, but a wrong path.
 
         Raises:
-            CheckpointNotFoundError: The store says so. A store that does not answer refuses nothing here.
+            CheckpointError: As :func:`ckpt_core.storage.refuse_wrong_directory`.
         """
-        refuse_missing_bucket(self._uploaded_to, self._storage_options)
+        for directory in {self._saved_in, self._uploaded_to}:
+            refuse_wrong_directory(directory, self._storage_options)
+
+    def refuse_unwritable(self) -> None:
+        """Refuse a local directory in which a run could not save.
+
+        Raises:
+            StorageError: As :func:`ckpt_core.storage.refuse_unwritable`.
+        """
+        refuse_unwritable(self._saved_in)
 
     def peek(self, path: str) -> Any:
         """Return a checkpoint's state, with tensors that have no values, or the metadata of a directory.

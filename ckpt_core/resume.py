@@ -209,6 +209,7 @@ def newest_to_resume(
 
     Raises:
         CheckpointCorruptedError: There are checkpoints, but none of them verifies.
+        StorageError: The directory cannot be read, or the run could not save there.
 
     Examples:
         >>> newest_to_resume("no/such/directory") is None
@@ -218,6 +219,7 @@ def newest_to_resume(
     found = None if memory is None else memory.found()
     catalog = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers, memory=found)
     info = catalog.newest_verified(order=lambda infos: counted.in_order(only_checkpoints(infos)))
+    catalog.refuse_unwritable()
     if info is None:
         return None
     counted.begin(info)

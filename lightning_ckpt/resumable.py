@@ -29,6 +29,7 @@ from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import NOT_SAVED, Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
+from ckpt_core.storage import refuse_wrong_directory
 from ckpt_core.survivors import no_rescue, wait_seconds_of
 from ckpt_core.tiers import MEMORY_ROOT, MemoryTier
 from lightning_ckpt._bases import ModelCheckpointBase
@@ -257,6 +258,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._preemption = Preemption.of(preempt)
         self._is_ending = False
         self._auto = AutoResume(resume_attempts) if resume == "auto" else None
+        self._given_dirpath = None if dirpath is None else os.fspath(dirpath)
         self.exact = exact
         self.data_resume = data_resume
         self.log_metrics = log_metrics
@@ -296,6 +298,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
         else:
             self._lookup.reach_by(self._plugin.storage_options, self._plugin.tiers)
 
+    def _saves(self, trainer: Any) -> bool:
+        return not trainer.fast_dev_run and (self.save_top_k != 0 or bool(self.save_last))
+
     def _levels_of_names(self) -> int:
         """Return how many directories below its own the names of checkpoints lead, as ``{val/loss}`` does."""
         with contextlib.suppress(Exception):  # whatever a pattern cannot make of zeros: a save says it
@@ -316,6 +321,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 self._not_empty = each
             else:
                 _warn_again(each)
+        if stage == "fit" and self._saves(trainer):
+            is_first, directory = trainer.is_global_zero, os.fspath(self.dirpath or "")
+            refuse = self._lookup.catalog(directory).refuse_unwritable if is_first and directory else _nothing
+            raise_on_all_ranks(refuse, world_size=trainer.world_size)
         if self._auto is not None and stage == "fit":
             self._auto.begin(trainer)
         if stage != "fit":
@@ -862,6 +871,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._auto is None:
             return None
         self.meet(trainer)
+        given = os.fspath(trainer.default_root_dir if self._given_dirpath is None else self._given_dirpath)
+        if not is_remote(given):  # of links in it, ModelCheckpoint only knows where they lead
+            refuse_wrong_directory(given)
         options = {"storage_options": self._lookup.storage_options, "tiers": self._lookup.tiers}
         return self.newest(trainer, self._auto.look(checkpoint_directory(self, trainer), **options))
 

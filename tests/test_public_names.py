@@ -140,6 +140,8 @@ EXPORTED = {
         "is_remote",
         "local_path",
         "refuse_missing_bucket",
+        "refuse_unwritable",
+        "refuse_wrong_directory",
         "storage_for",
     },
     "lightning_ckpt": {"AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"}

@@ -255,8 +255,11 @@ def newest_usable(
             text = f"cannot read the checkpoint: {error.strerror or error}"
             raise StorageError(text, path=info.path, errno=error.errno) from error
 
+    catalog = Catalog(root, storage_options=session.config.storage_options, tiers=session.tiers)
     if not found:
-        Catalog(root, storage_options=session.config.storage_options, tiers=session.tiers).refuse_missing_bucket()
+        catalog.refuse_wrong_directory()
+    if auto is not None:
+        catalog.refuse_unwritable()
     problems: dict[str, CheckpointError] = {}
     order = list if auto is None else auto.in_order
     info = first_usable(root, found, check_info, passed_over=problems, order=order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_core.cli.finding import find, refuse_checkpoint
 from ckpt_core.cli.output import fail, print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.errors import CheckpointNotFoundError, StorageError
 
 
 def add_commands(commands: Commands) -> None:
@@ -29,7 +29,11 @@ def _latest(options: Options) -> int:
 
     with progress(options, "verify", None):
         catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
-        info = catalog.newest_verified(order=only_checkpoints)
+        try:
+            info = catalog.newest_verified(order=only_checkpoints)
+        except StorageError:
+            _why(options)  # of a checkpoint, says so
+            raise
     if info is None:
         return fail(options, f"there is nothing to resume in {options.directory}{_why(options)}", Exit.MISSING)
     if options.json:

@@ -11,7 +11,7 @@ from ckpt_core.paths import StrPath, is_remote, local_path
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.counting import counted
 from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
-from ckpt_core.storage.local import LocalStorage
+from ckpt_core.storage.local import LocalStorage, refuse_wrong_local, try_to_create_in
 
 __all__ = [
     "MANIFEST_NAME",
@@ -26,6 +26,8 @@ __all__ = [
     "is_remote",
     "local_path",
     "refuse_missing_bucket",
+    "refuse_unwritable",
+    "refuse_wrong_directory",
     "storage_for",
 ]
 
@@ -71,3 +73,28 @@ def refuse_missing_bucket(path: StrPath, storage_options: dict[str, Any] | None 
         raise CheckpointNotFoundError(
             f"there is no such bucket: {bucket}", path=bucket, remedy="make it, or check its name and the endpoint"
         )
+
+
+def refuse_wrong_directory(path: StrPath, storage_options: dict[str, Any] | None = None) -> None:
+    """Refuse a directory where no checkpoint can be, so that nobody takes it for that of a first start.
+
+    Raises:
+        StorageError: The local path is one of a file, or below one, or behind a link that leads nowhere.
+        CheckpointNotFoundError: As :func:`refuse_missing_bucket`.
+    """
+    if is_remote(path):
+        refuse_missing_bucket(path, storage_options)
+    else:
+        refuse_wrong_local(local_path(path), "list")
+
+
+def refuse_unwritable(path: StrPath) -> None:
+    """Refuse a local directory in which a run could not save; of a store, its first save says so.
+
+    The directory need not exist. Nothing is left in it.
+
+    Raises:
+        StorageError: As :func:`refuse_wrong_directory`; or this process may not write there, or the disk refuses to.
+    """
+    if not is_remote(path):
+        try_to_create_in(refuse_wrong_local(local_path(path), "write"))

@@ -27,6 +27,8 @@ from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, 
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
 _OF_FILE_SYSTEM = "lost+found"  # in the root of each volume of ext4; root alone may look into it
+_WITHOUT_NAME = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
+_NO_FILES_WITHOUT_NAME = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS)
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted meanwhile; links that lead nowhere
 
 
@@ -173,6 +175,50 @@ def _reserve(descriptor: int, size: int) -> None:
         code = ctypes.get_errno()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise OSError(code, os.strerror(code))
+
+
+def refuse_wrong_local(path: str, action: str) -> str:
+    """Return the longest beginning of a directory's path that exists, unless nobody can make what is missing.
+
+    Raises:
+        StorageError: ``path`` is one of a file, or below one, or behind a link that leads nowhere.
+    """
+    directory = os.path.abspath(path)
+    existing = existing_directory(directory)
+    if existing == directory:
+        return existing
+    first = os.path.join(existing, os.path.relpath(directory, existing).split(os.sep)[0])
+    try:
+        mode = os.lstat(first).st_mode
+    except FileNotFoundError:
+        return existing
+    except OSError as error:
+        raise storage_error(action, directory, error) from error
+    if stat.S_ISLNK(mode):
+        raise StorageError(
+            f"cannot {action} the checkpoint: its directory is behind a link that leads nowhere",
+            path=first,
+            remedy="mount the filesystem that it leads to, or make the directory",
+        )
+    if not stat.S_ISDIR(mode):  # which somebody may just have made
+        raise storage_error(action, directory, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    return first
+
+
+def try_to_create_in(directory: str) -> None:
+    """Refuse a directory in which this process can create nothing. Nothing appears in it meanwhile.
+
+    Raises:
+        StorageError: It may not, or the disk refuses to.
+    """
+    try:
+        os.close(os.open(directory, _WITHOUT_NAME | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        if error.errno in _NO_FILES_WITHOUT_NAME:  # the filesystem has none, so ask for the permissions at least
+            if os.access(directory, os.W_OK | os.X_OK):
+                return
+            error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        raise storage_error("write", directory, error) from error
 
 
 def _make_directories(directory: str) -> None:

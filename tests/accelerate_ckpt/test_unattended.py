@@ -93,6 +93,18 @@ def test_a_bucket_that_does_not_exist_is_told_before_training(
     assert "resumed" not in result.told
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_directory_that_is_a_file_is_told_on_all_ranks_before_training(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    options = {"checkpoint_dir": str(tmp_path / "file")}
+    for result in run(ranks, tmp_path, world_size, automatic=False, options=options):
+        assert result.error in ("StorageError", "RankFailedError")  # of rank 0, whose words all have
+        assert "Not a directory" in result.message
+        assert "resumed" not in result.told
+
+
 @pytest.mark.parametrize("automatic", [False, True])
 def test_a_machine_that_was_replaced_resumes_from_what_was_uploaded(
     ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], automatic: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog
 from ckpt_core.cli import main
+from ckpt_core.errors import StorageError
 from ckpt_core.resume import ResumePoint, newest_to_resume
 from ckpt_core.tiers import Tiers
 from tests.support.closing import closed_to_this_user
@@ -102,6 +104,34 @@ def test_a_directory_that_may_not_be_read_is_passed_over_and_starts_nothing_anew
     (said,) = caplog.messages
     assert said.startswith(f"passed over the checkpoint {closed}: cannot ")
     assert said.endswith(f": Permission denied; took {anyones_path / '1.ckpt'} instead")
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "link", "link/below", "closed", "closed/below"])
+def test_a_directory_in_which_no_save_can_succeed_starts_nothing_anew(place: str, anyones_path: Path) -> None:
+    (anyones_path / "file").write_text("precious")
+    (anyones_path / "link").symlink_to(anyones_path / "not mounted" / "runs")
+    (anyones_path / "closed").mkdir()
+    remedies = {"file": "is a file: check the path", "link": "mount the filesystem", "closed": "change the permissions"}
+    with closed_to_this_user(anyones_path / "closed", mode=0o555), pytest.raises(StorageError) as caught:
+        newest_to_resume(anyones_path / place)
+    first = place.partition("/")[0]
+    assert str(anyones_path / first) in str(caught.value)
+    assert remedies[first] in str(caught.value.remedy)
+    assert sorted(os.listdir(anyones_path)) == ["closed", "file", "link"]
+    assert os.listdir(anyones_path / "closed") == []
+
+
+@pytest.mark.parametrize("files", [[], ["1.ckpt"]], ids=["new", "resumed"])
+def test_a_run_that_cannot_save_hears_of_it_when_it_looks(files: list[str], small_filesystem: Path) -> None:
+    save(small_filesystem, *range(1, len(files) + 1))
+    subprocess.run(["mount", "-o", "remount,ro", small_filesystem], check=True, capture_output=True)
+    try:
+        with pytest.raises(StorageError, match="read-only: save to another directory"):
+            newest_to_resume(small_filesystem)
+        assert [info.name for info in Catalog(small_filesystem).checkpoints()] == files  # reading is another matter
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", small_filesystem], check=True, capture_output=True)
+    assert taken(small_filesystem) == (files[0] if files else None)
 
 
 def test_none_is_stepped_over_without_a_limit(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointCorruptedError, CheckpointInfo
+from ckpt_core.errors import StorageError
 from ckpt_core.resume import ResumePoint
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume
@@ -96,6 +97,26 @@ def test_a_first_start_says_so_in_a_line(tmp_path: Path, caplog: pytest.LogCaptu
     started(tmp_path, dirpath=tmp_path / "here", steps=1)
     lines = [record.getMessage() for record in caplog.records if "nothing to resume" in record.getMessage()]
     assert lines == [f"There is nothing to resume in {tmp_path / 'here'}: this run starts from the beginning."]
+
+
+@pytest.mark.parametrize("resume", ["auto", None])
+def test_a_directory_that_is_a_file_is_told_before_training(tmp_path: Path, resume: Any) -> None:
+    (tmp_path / "file").write_text("precious")
+    trainer = started(tmp_path, dirpath=tmp_path / "file", resume=resume, fits=False)
+    with pytest.raises(StorageError, match=r"Not a directory\n  file: .*file\n  what to do: a part of the path is"):
+        trainer.fit(model_of())
+    assert trainer.global_step == 0
+    kept_none = started(tmp_path, dirpath=tmp_path / "file", resume=None, save_top_k=0)
+    assert kept_none.global_step == BATCHES  # as it saves nothing
+
+
+def test_a_link_to_what_is_not_mounted_is_no_first_start(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(StorageError, match="link that leads nowhere"):
+        started(tmp_path, dirpath=tmp_path / "runs" / "7")
+    assert not (tmp_path / "not mounted").exists()
+    started(tmp_path, dirpath=tmp_path / "runs" / "7", resume=None)  # as with Lightning
+    assert (tmp_path / "not mounted" / "7" / "step=1.ckpt").exists()
 
 
 def test_a_path_that_is_given_wins(tmp_path: Path) -> None:
