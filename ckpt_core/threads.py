@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+_SECONDS_TO_BEGIN = 5.0
 IO_THREADS = min(4, max(2, os.cpu_count() or 1))
 
 Job = TypeVar("Job")
@@ -85,6 +86,26 @@ def do_through(act: Callable[..., None], *arguments: object) -> None:
         raise interruption
 
 
+class _Begun(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(_SECONDS_TO_BEGIN if timeout is None else timeout)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, which does nothing if it begins when this has raised: the caller sees to that.
+
+    Without memory for its first call, a thread ends before it says that it has begun, for which ``Thread.start`` would
+    wait for ever.
+
+    Raises:
+        RuntimeError: It cannot be started: no memory, too many threads, or the interpreter is shutting down.
+    """
+    thread._started = _Begun()  # type: ignore[attr-defined]
+    thread.start()
+    if thread.ident is None:
+        raise RuntimeError("a new thread has not begun")
+
+
 def run_parallel(
     work: Callable[[Job], None],
     jobs: Iterable[Job],
@@ -129,7 +150,7 @@ def run_parallel(
             for _ in range(threads - 1):
                 # Before it starts: it works already where Ctrl-C comes while it is being started.
                 helpers.append((threading.Lock(), Latch()))
-                threading.Thread(target=help_out, args=helpers[-1], name="ckpt-io").start()
+                start(threading.Thread(target=help_out, args=helpers[-1], name="ckpt-io"))
         except RuntimeError:
             pass  # no more threads can be started: use those there are
         loop(meanwhile)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ckpt_core.errors import RankFailedError
+from ckpt_core.threads import start
 
 Answer = TypeVar("Answer")
 
@@ -198,8 +199,11 @@ class TimedStore:
     def _ask(self, request: Callable[[], Answer]) -> Answer:
         answers: list[Answer] = []
         errors: list[BaseException] = []
+        claim = threading.Lock()
 
         def run() -> None:
+            if not claim.acquire(blocking=False):
+                return  # a thread that has begun too late
             try:
                 answers.append(request())
             except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
@@ -210,9 +214,9 @@ class TimedStore:
         else:
             thread = threading.Thread(target=run, name="ckpt-store", daemon=True)
             try:
-                thread.start()
+                start(thread)
             except RuntimeError:
-                run()  # the interpreter is shutting down: no new threads
+                run()  # no memory, or the interpreter is shutting down
             else:
                 thread.join(self._answer_within)
         if answers:

@@ -13,6 +13,7 @@ from ckpt_core._devices.streams import on_this_device
 from ckpt_core._layouts.image import WINDOW
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.errors import OutOfMemoryError
+from ckpt_core.threads import start
 
 
 class BufferPool:
@@ -41,9 +42,9 @@ class BufferPool:
                 with contextlib.suppress(OutOfMemoryError):
                     self.release(self.acquire(nbytes))
 
-        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: no new threads
+        with contextlib.suppress(RuntimeError):  # no memory, or the interpreter is shutting down
             reserving = threading.Thread(target=on_this_device(allocate), name="ckpt-reserve")
-            reserving.start()
+            start(reserving)
             self._reserving = reserving
 
     @property

@@ -29,7 +29,7 @@ from ckpt_core._devices.row_sums import ROW, RowSums
 from ckpt_core._devices.streams import Events, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
-from ckpt_core.threads import Latch, wait_through
+from ckpt_core.threads import Latch, start, wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
@@ -165,8 +165,8 @@ class BackgroundCopy:
         if self._overlaps and self._waits_for_early:
             self._follow(self._queued, advances=False)
         try:
-            threading.Thread(target=self._run, name="ckpt-staging").start()
-        except RuntimeError:  # the interpreter is shutting down: no new threads
+            start(threading.Thread(target=self._run, name="ckpt-staging"))
+        except RuntimeError:  # no memory, or the interpreter is shutting down
             self._run()
         if self._overlaps:
             let_devices_wait(self._early_events)

@@ -13,7 +13,7 @@ from typing import Literal
 from ckpt_core import at_exit, awaited_paths
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError
-from ckpt_core.threads import Latch, call_in_forked_child, do_through, wait_through
+from ckpt_core.threads import Latch, call_in_forked_child, do_through, start, wait_through
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class JobQueue:
         # Not a daemon: the interpreter waits for the checkpoint before it exits.
         thread = threading.Thread(target=self._run, name=self._name)
         try:
-            thread.start()
+            start(thread)
         except RuntimeError:
             return False
         self._thread = thread  # one that has started and is not the one, after Ctrl-C, ends

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +27,33 @@ def test_several_threads_work_at_the_same_time() -> None:
     meeting = threading.Barrier(3)
     run_parallel(lambda _: meeting.wait(20), range(3), threads=3)
     assert not meeting.broken
+
+
+SHORT_OF_MEMORY = """
+import os, resource, threading
+from ckpt_core.threads import run_parallel
+
+threading.stack_size(1 << 20)
+nothing = resource.getrlimit(resource.RLIMIT_AS)
+for rest in range(0, 32, 4):  # KiB: enough for a thread, and not always for its first call
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + (1 << 20) + rest * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (limit, nothing[1]))
+    done = []
+    try:
+        run_parallel(done.append, range(5), threads=2)
+    except MemoryError:
+        done = range(5)  # the calling thread was short of it, too, and says so
+    resource.setrlimit(resource.RLIMIT_AS, nothing)
+    print(sorted(done))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_threads_that_have_no_memory_to_begin_are_not_waited_for() -> None:
+    command = [sys.executable, "-c", SHORT_OF_MEMORY]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert child.stdout.splitlines() == [str(list(range(5)))] * 8
 
 
 def test_the_first_error_is_raised_when_all_threads_have_stopped() -> None:
