@@ -169,7 +169,6 @@ class Recording:
         self._recorder.open(self._file)
 
     def capture(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
         return {**self._recorder.capture(), "number": self._number, "file": self._file}
 
     def resume(self, saved: Mapping[str, Any] | None, *, window_open: bool) -> None:
@@ -184,11 +183,9 @@ class Recording:
         self._weights = None
 
     def told(self) -> None:
-        """Note that the user has been told meanwhile that this resume is not exact."""
         self._recorder.told()
 
     def finish(self) -> None:
-        """Training has ended, or the script."""
         self._recorder.finish()
 
     def _say(self, verdict: Verdict) -> None:

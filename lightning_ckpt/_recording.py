@@ -44,14 +44,9 @@ class Recording(Live):
         self._fetched: collections.deque[tuple[int, int | None, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
 
     def told(self) -> None:
-        """Note that the user has been told meanwhile that this resume is not exact."""
         self._recorder.told()
 
     def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool) -> None:
-        """Compare what is done from now on with what the interrupted run did; None where that makes no sense.
-
-        With ``known_inexact``, the user was told already that this resume is not exact.
-        """
         self._recorder.resume(saved, known_inexact=known_inexact)
 
     def fetched(self, index: int, rng: RngState | None, batch: Any) -> None:
@@ -102,16 +97,13 @@ class Recording(Live):
             self._is_inside = before
 
     def capture(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
         return self._recorder.capture()
 
     def finish(self) -> None:
-        """Training has ended."""
         if not self._is_inside:
             self._recorder.finish()
 
     def close(self) -> None:
-        """Leave the file, after an exception too."""
         self._recorder.close()
 
     def _say(self, verdict: Verdict) -> None:

@@ -43,7 +43,6 @@ class TorchFileIO(ReliableCheckpointIO):
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """What saves."""
         return self._checkpointer
 
     @checkpointer.setter

@@ -50,7 +50,6 @@ class MemorySnapshots:
         self._saves = False
 
     def covers(self, path: Any) -> bool:
-        """Return whether a checkpoint is one of the snapshots."""
         return self._tier.covers(path)
 
     def found(self) -> list[CheckpointInfo]:

@@ -176,17 +176,14 @@ class Session:
 
     @property
     def accelerator(self) -> Any:
-        """The Accelerator."""
         return self._accelerator()
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
         return self.agreement.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.agreement.world_size
 
     def tell_once(self, topic: str, message: str) -> None:

@@ -146,7 +146,6 @@ class TimedStore:
         self._answer_within = answer_within
 
     def set(self, key: str, value: str) -> None:
-        """Store ``value`` under ``key``."""
         self._ask(lambda: self._store.set(key, seal(self._store, key, value)))
 
     def get(self, key: str) -> str:
@@ -164,7 +163,6 @@ class TimedStore:
         return [unseal(self._store, key, line) for line in sealed.splitlines()]
 
     def has(self, key: str) -> bool:
-        """Return whether there is a value under ``key``."""
         return self.have([key])
 
     def have(self, keys: Sequence[str]) -> bool:
@@ -176,7 +174,6 @@ class TimedStore:
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forget ``keys``."""
         self._ask(lambda: [self._store.delete_key(key) for key in keys])
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:

@@ -84,12 +84,10 @@ class DirectorySave:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks save with this one."""
         return self._joint.group.world_size > 1
 
     @property
     def size(self) -> int:
-        """Bytes that this rank writes."""
         return self._laid_out.staged_size
 
     @property

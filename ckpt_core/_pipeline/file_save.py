@@ -32,7 +32,6 @@ class FileSave:
 
     @property
     def size(self) -> int:
-        """The file's size in bytes, or about that."""
         return self._taken_image.approximate_size
 
     @property

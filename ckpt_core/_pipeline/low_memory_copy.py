@@ -40,7 +40,6 @@ class PassedImage:
 
     @property
     def approximate_size(self) -> int:
-        """As of the image."""
         return self.live.approximate_size
 
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
@@ -52,7 +51,6 @@ class PassedImage:
         self._windows.give(self, begin)
 
     def tail(self) -> bytes:
-        """Return the rest of the file."""
         with self._live_is_read:
             return self.live.tail()
 

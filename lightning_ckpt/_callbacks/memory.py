@@ -60,12 +60,10 @@ class MemorySnapshots(Live):
         return snapshots
 
     def covers(self, path: Any) -> bool:
-        """Return whether a checkpoint is one of the snapshots."""
         return self.tier.covers(path)
 
     @property
     def checkpointer(self) -> Any:
-        """What saves and reads them."""
         return self._checkpointer
 
     def save(self, save: Callable[[Any], Any]) -> None:
@@ -90,7 +88,6 @@ class MemorySnapshots(Live):
         return theirs
 
     def training_starts(self) -> None:
-        """Begin to count."""
         self.tier.begin_at(self._trainer.global_step)
 
     def after_batch(self) -> None:

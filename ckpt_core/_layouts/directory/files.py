@@ -62,7 +62,6 @@ class Files:
                 self.sizes[rank.digests.name] = rank.digests.size
 
     def path_of(self, name: str) -> str:
-        """Return the full path of a file."""
         return f"{self._directory}/{name}"
 
     def open(self, name: str) -> FileReader:

@@ -113,7 +113,6 @@ class DirectoryReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
     @property
@@ -123,7 +122,6 @@ class DirectoryReader:
 
     @functools.cached_property
     def parts(self) -> Mapping[str, PartInfo]:
-        """The parts of the state by name."""
         found = {}
         for name, kind in self._contents.kinds.items():
             ranks = self._contents.holders(name)

@@ -152,12 +152,10 @@ class SafetensorsImage:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
         return self._staged is not None
 
     @property
     def approximate_size(self) -> int:
-        """The file's size in bytes, exactly."""
         return self._layout.size
 
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
@@ -296,7 +294,6 @@ class DigestsImage:
         """There are none."""
 
     def tail(self) -> bytes:
-        """Return the file's bytes."""
         data = b"".join(digest for image in self._images for digest in image.digests)
         if len(data) != self.approximate_size:
             raise RuntimeError("the digests are written last, when all bytes of the other files have been taken")

@@ -109,7 +109,6 @@ class FileImage:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
         return self._staged is not None
 
     @property
@@ -166,7 +165,6 @@ class FileImage:
         self._sources = []
 
     def tail(self) -> bytes:
-        """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
         region = self._region
         records = [
             RecordDigests(r.name, r.offset, r.size, tuple(found[begin] for begin, _ in pieces(r.offset, r.size)))

@@ -37,7 +37,6 @@ class Footer:
     tail_digest: str  # digest of the bytes from there to the comment
 
     def encode(self) -> bytes:
-        """Return the comment's bytes."""
         return f"ckpt_core torch_file {FORMAT_VERSION:04d} {self.tail_offset:016x} {self.tail_digest}".encode()
 
     @classmethod
