@@ -145,7 +145,7 @@ def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
 class SyncCheckpointIO(TorchFileIO):
     """Saves while training waits: when ``save_checkpoint`` returns, the file is durable under its name.
 
-    Needs at most 128 MiB of extra memory, whatever the size of the state.
+    Needs at most 112 MiB of extra memory, whatever the size of the state.
 
     Args:
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
