@@ -27,10 +27,11 @@ from ckpt_core.option_checks import (
     check_share,
     check_signals,
     check_switch,
+    check_two_tiers,
     or_none,
 )
 from ckpt_core.paths import StrPath
-from ckpt_core.policies import RULES_IN_WORDS, AnyOf, rules_of_words
+from ckpt_core.policies import RULES_IN_WORDS, AnyOf, SaveInterval, rules_of_words
 
 __all__ = ["CheckpointConfig", "OptionError", "nearest"]
 
@@ -340,17 +341,9 @@ class CheckpointConfig:
         for name, kind in _kinds().items():
             # The only way to set a frozen field: a path becomes text, whole seconds a float.
             object.__setattr__(self, name, _checked(name, kind, getattr(self, name)))
-        if (self.local_dir is None) != (self.upload_to is None):
-            missing, given = ("local_dir", "upload_to") if self.local_dir is None else ("upload_to", "local_dir")
-            raise OptionError(
-                f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to"
-            )
-        for name in ("mtbf", "max_overhead"):
-            if getattr(self, name) is not None and self.interval != "auto":
-                raise OptionError(f"{name} is for interval='auto', and interval is {self.interval!r}")
-        if self.keep_local is not None and self.local_dir is None:
-            raise OptionError("keep_local needs local_dir and upload_to: without them there is one tier only")
         try:
+            check_two_tiers(self.local_dir, self.upload_to, self.keep_local)
+            SaveInterval.of(self.interval, self.mtbf, self.max_overhead)
             check_max_host_bytes(self.max_host_bytes, self.max_pending)
         except ValueError as error:
             raise OptionError(str(error)) from None

@@ -109,6 +109,15 @@ def check_deadline(value: Any) -> float | None:
     return time.time() + given
 
 
+def check_two_tiers(local_dir: object, upload_to: object, keep_local: object) -> None:
+    """Refuse, with a ``ValueError``, options of which one makes no sense without another."""
+    if (local_dir is None) != (upload_to is None):
+        missing, given = ("local_dir", "upload_to") if local_dir is None else ("upload_to", "local_dir")
+        raise ValueError(f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to")
+    if keep_local is not None and local_dir is None:
+        raise ValueError("keep_local needs local_dir and upload_to: without them there is one tier only")
+
+
 def check_notice(value: Any) -> Any:
     """Take None, paths, and functions."""
     return value if value is None or callable(value) else check_path(value, "the path of a file, or a function")

@@ -7,13 +7,13 @@ registered objects return from ``state_dict`` is theirs to say.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ckpt_core.state.changed_values import PlainState
-from ckpt_core.state.code_origin import is_users_class
+from ckpt_core.state.code_origin import is_users_class, place_of
 
 _NAMED = 5
 
@@ -54,20 +54,14 @@ class Changes:
             if new:
                 self._named.update((name, path) for path in new)
                 shown = ", ".join(f"`{path}`" for path in new[:_NAMED]) + (" and more" if len(new) > _NAMED else "")
+                kind: Any = type(plain.owner)
+                place = place_of(kind)
+                where = "" if place is None else f" ({place[0]}:{place[1]})"
                 self._say(
-                    f"{_described(plain.owner)} changed {shown} since training began, and no state holds it: a resume "
+                    f"the module {kind.__qualname__}{where} changed {shown} since training began, and no state holds it: a resume "
                     "will not have it. Make it a buffer (register_buffer), or part of an object given to "
                     "register_for_checkpointing"
                 )
-
-
-def _described(module: object) -> str:
-    kind = type(module)
-    try:
-        place = f" ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
-    except (OSError, TypeError):
-        place = ""
-    return f"the module {kind.__qualname__}{place}"
 
 
 def _has_more_state(module: torch.nn.Module) -> bool:

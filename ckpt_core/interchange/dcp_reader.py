@@ -37,7 +37,31 @@ from ckpt_core.storage import Storage, storage_for
 _BATCH = 16 * 2**20  # bytes of tensors that are loaded together
 
 
-class CkptStorageReader(StorageReader):
+class NamedCheckpoint:
+    """What reader and writer have in common: the checkpoint that they are for, and the storage that keeps it."""
+
+    def __init__(self, path: StrPath | None, storage_options: dict[str, Any] | None, storage: Storage | None) -> None:
+        self._path = None if path is None else full_path(path)
+        self._storage_options = storage_options
+        self._storage = storage
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path."""
+        return self._path
+
+    def _found(self, how: str) -> tuple[str, Storage]:
+        if self._path is None:
+            raise ValueError(f"name the checkpoint: {type(self).__name__}(path), or {how}(..., checkpoint_id=path)")
+        return self._path, self._storage or storage_for(self._path, self._storage_options)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        """Return whether this could be a path: anything could."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+class CkptStorageReader(NamedCheckpoint, StorageReader):
     """Lets ``torch.distributed.checkpoint.load`` read a directory checkpoint, whatever wrote it.
 
     Every rank reads only the bytes that its pieces need, whatever mesh and number of ranks the checkpoint is from, and
@@ -77,18 +101,11 @@ class CkptStorageReader(StorageReader):
         storage_options: dict[str, Any] | None = None,
         storage: Storage | None = None,
     ) -> None:
-        self._path = None if path is None else full_path(path)
+        super().__init__(path, storage_options, storage)
         self._part = part
         self._rank = rank
-        self._storage_options = storage_options
-        self._storage = storage
         self._checkpoint: DirectoryReader | None = None
         self._entries: dict[str, tuple[str, Entry]] = {}
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The path."""
-        return self._path
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a load, of another checkpoint if one is named."""
@@ -99,10 +116,7 @@ class CkptStorageReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's description of the checkpoint; reads the manifest, and the arrays among the values."""
-        if self._path is None:
-            raise ValueError("name the checkpoint: CkptStorageReader(path), or load(..., checkpoint_id=path)")
-        storage = self._storage or storage_for(self._path, self._storage_options)
-        with DirectoryReader(self._path, storage) as checkpoint:
+        with DirectoryReader(*self._found("load")) as checkpoint:
             self._checkpoint = checkpoint
             rank = self._own_rank()
             names = list(checkpoint.parts) if self._part is None else [self._part]
@@ -168,11 +182,6 @@ class CkptStorageReader(StorageReader):
             torch.save(value, data)
             data.seek(0)
             planner.load_bytes(item, data)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether this could be a path: anything could."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 def structure_of(checkpoint: DirectoryReader, part: str, rank: int = 0) -> Any:

@@ -25,11 +25,12 @@ from ckpt_core._plan import local_tensor
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.geometry import Box
+from ckpt_core.interchange.dcp_reader import NamedCheckpoint
 from ckpt_core.interchange.flat_names import EntryPath, split_path
 from ckpt_core.interchange.streaming import given
 from ckpt_core.interchange.unconnected_save import Chunk, RankShards, UnconnectedSave, Value
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import Storage, storage_for
+from ckpt_core.storage import Storage
 
 _last_saves: dict[str, int] = {}  # by session: the number of the last save that this process took part in
 
@@ -56,7 +57,7 @@ def _session(process: int) -> str:
     return uuid.uuid4().hex[:16]
 
 
-class CkptStorageWriter(StorageWriter):
+class CkptStorageWriter(NamedCheckpoint, StorageWriter):
     """Lets ``torch.distributed.checkpoint.save`` and ``async_save`` write a directory checkpoint.
 
     It is committed when all ranks' bytes are durable; until then, and if any rank fails, what was at the path before
@@ -96,22 +97,15 @@ class CkptStorageWriter(StorageWriter):
         storage_options: dict[str, Any] | None = None,
         storage: Storage | None = None,
     ) -> None:
-        self._path = None if path is None else full_path(path)
+        super().__init__(path, storage_options, storage)
         self._part = part
         self._metadata = dict(metadata or {})
-        self._storage_options = storage_options
-        self._storage = storage
         self._held: UnconnectedSave | None = None
         self._cleanup: weakref.finalize[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, such as the one that a process of ``async_save`` gets, is in the middle of no save."""
         return {**self.__dict__, "_held": None, "_cleanup": None}
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The path."""
-        return self._path
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what DCP tells planners about the storage."""
@@ -141,22 +135,13 @@ class CkptStorageWriter(StorageWriter):
         self._end()
         session = _session(os.getpid())
         number = _last_saves.get(session, 0) + 1
-        held = UnconnectedSave(self._storage_for_path(), self._named_path(), f"dcp-{session}-{number}")
+        held = UnconnectedSave(*self._found("save"), f"dcp-{session}-{number}")
         # DCP does not say that another rank has failed: what is not finished ends with the next save, or this object.
         self._held, self._cleanup = held, weakref.finalize(self, held.abandon)
         return [
             dataclasses.replace(plan, storage_data=_SaveNumber(session, number, rank, len(plans)))
             for rank, plan in enumerate(plans)
         ]
-
-    def _named_path(self) -> str:
-        if self._path is None:
-            raise ValueError("name the checkpoint: CkptStorageWriter(path), or save(..., checkpoint_id=path)")
-        return self._path
-
-    def _storage_for_path(self) -> Storage:
-        path = self._named_path()
-        return self._storage or storage_for(path, self._storage_options)
 
     def _end(self) -> None:
         if self._cleanup is not None:
@@ -166,7 +151,7 @@ class CkptStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors, durably."""
         own: _SaveNumber = plan.storage_data
-        save = UnconnectedSave(self._storage_for_path(), self._named_path(), own.token())
+        save = UnconnectedSave(*self._found("save"), own.token())
         try:
             chunks, values = self._contents(plan, planner)
             guard = TornSnapshotGuard([chunk.load() for of_part in chunks.values() for chunk in of_part])
@@ -221,11 +206,6 @@ class CkptStorageWriter(StorageWriter):
             self._cleanup.detach()
         held.leave()
         self._held = self._cleanup = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether this could be a path: anything could."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 def _chunk(planner: SavePlanner, item: WriteItem, path: EntryPath) -> list[Chunk]:

@@ -75,7 +75,7 @@ class UnconnectedSave:
     ``token`` is the same for all who write it, and never used again: 1 to 64 letters, digits and dashes.
     """
 
-    def __init__(self, storage: Storage, path: str, token: str) -> None:
+    def __init__(self, path: str, storage: Storage, token: str) -> None:
         self.path = path
         self.token = token
         self._storage = storage
@@ -168,7 +168,7 @@ def save_alone(
 ) -> int:
     """Write a checkpoint by this process alone, one tensor in memory at a time; return its size in bytes."""
     storage = storage_for(path, storage_options)
-    save = UnconnectedSave(storage, path, f"import-{uuid.uuid4().hex[:16]}")
+    save = UnconnectedSave(path, storage, f"import-{uuid.uuid4().hex[:16]}")
     try:
         shards = save.write(chunks, values, one_by_one=True)
         size = save.commit([shards], kind=kind, metadata={}, order=order)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.rehearsal.plan import Plan
 from ckpt_core.rehearsal.samples import Drawn
 from ckpt_core.state.changed_values import PlainState, fingerprint
-from ckpt_core.state.code_origin import is_users_file
+from ckpt_core.state.code_origin import is_users_file, place_of
 from ckpt_core.state.object_walk import is_plain
 from ckpt_core.state.rng import RngState, capture_generator, find_generators
 from ckpt_core.tree import leaves
@@ -217,10 +216,7 @@ def defined_at(thing: Any) -> str | None:
     while isinstance(thing, functools.partial):
         thing = thing.func
     code = thing if isinstance(thing, (type, types.FunctionType, types.MethodType)) else type(thing)
-    try:
-        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
-    except (OSError, TypeError):
-        return None
+    file, line = place_of(code) or ("", 0)
     if not is_users_file(file):
         return None
     with contextlib.suppress(ValueError):

@@ -122,34 +122,30 @@ class _Run:
         return self.ranks[min(self.ranks)]
 
 
+@dataclasses.dataclass
 class _Runs:
     """Starts the processes of one rehearsal."""
 
-    def __init__(
-        self,
-        command: list[str],
-        root: str,
-        resume_arguments: list[str],
-        env: Mapping[str, str] | None,
-        cwd: str | os.PathLike[str] | None,
-        timeout: float | None,
-        by_script: bool,
-    ) -> None:
-        self.command, self._root, self._resume_arguments = command, root, resume_arguments
-        self._env, self._cwd, self._timeout, self._by_script = env, cwd, timeout, by_script
-        self.ranks = 1  # of the run without interruption
+    command: list[str]
+    root: str
+    resume_arguments: list[str]
+    env: Mapping[str, str] | None
+    cwd: str | os.PathLike[str] | None
+    timeout: float | None
+    by_script: bool
+    ranks: int = 1  # of the run without interruption
 
     def start(self, name: str, *, resume: str | None = None, until: int | None = None, **planned: Any) -> _Run:
-        directory = os.path.join(self._root, name)
+        directory = os.path.join(self.root, name)
         shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(os.path.join(directory, "files"))
-        checkpoints, saves = os.path.join(self._root, "checkpoints"), os.path.join(self._root, "saves")
-        told = {**planned, "by_script": self._by_script}
+        checkpoints, saves = os.path.join(self.root, "checkpoints"), os.path.join(self.root, "saves")
+        told = {**planned, "by_script": self.by_script}
         plan = Plan(directory, checkpoints, saves, resume=resume, until=until, **told)
         words = list(self.command)
         if resume is not None:
             number = str(plan.ranks or self.ranks)
-            words += [w.replace("{checkpoint}", resume).replace("{ranks}", number) for w in self._resume_arguments]
+            words += [w.replace("{checkpoint}", resume).replace("{ranks}", number) for w in self.resume_arguments]
         if plan.ranks is not None:
             words = _with_ranks(words, plan.ranks)
         words = [word.replace("{dir}", os.path.join(directory, "files")) for word in words]
@@ -163,7 +159,7 @@ class _Runs:
         return _Run(ranks, failure)
 
     def _run(self, words: list[str], output: str, plan: Plan) -> int:
-        environment = {**os.environ, **(self._env or {}), **plan.variables()}
+        environment = {**os.environ, **(self.env or {}), **plan.variables()}
         with open(output, "wb") as file, _guard() as guard:
             try:
                 process = subprocess.Popen(
@@ -172,17 +168,17 @@ class _Runs:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    cwd=self._cwd,
+                    cwd=self.cwd,
                     start_new_session=True,
                 )
             except OSError as error:
                 raise CannotRehearseError(f"{words[0]} cannot be started: {error}") from error
             try:
                 guard(process.pid)
-                return process.wait(self._timeout)
+                return process.wait(self.timeout)
             except subprocess.TimeoutExpired:
                 raise CannotRehearseError(
-                    f"{shlex.join(words)} has not ended within {self._timeout:g} s\n{_tail(output)}",
+                    f"{shlex.join(words)} has not ended within {self.timeout:g} s\n{_tail(output)}",
                     remedy="train fewer steps (--steps), or allow more time (--timeout)",
                 ) from None
             finally:

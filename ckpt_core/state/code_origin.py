@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from typing import Any
 
 import torch
 
@@ -38,6 +39,15 @@ def is_users_file(file: str | None) -> bool:
     if not file or file.startswith("<"):
         return False
     return not any(part in file for part in _INSTALLED) and not os.path.abspath(file).startswith(_OTHERS)
+
+
+@functools.lru_cache(maxsize=256)
+def place_of(code: Any) -> tuple[str, int] | None:
+    """Return file and line of a class or function, for which its whole file is parsed; None if it has no source."""
+    try:
+        return str(inspect.getsourcefile(code)), inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        return None
 
 
 def is_users_class(kind: type) -> bool:

@@ -264,18 +264,12 @@ class FsspecStorage(Storage):
         return int(self.info(target)["size"])
 
     def list(self, directory: str) -> Sequence[FileInfo]:
-        return [
-            FileInfo(path, int(info["size"] or 0), _modified(info))
-            for path, info in self._listing(directory)
-            if info["type"] == "file" and not path.rpartition("/")[2].startswith(_NOT_LISTED)
-        ]
+        found = [_file_info(path, info) for path, info in self._listing(directory) if info["type"] == "file"]
+        return [file for file in found if not file.path.rpartition("/")[2].startswith(_NOT_LISTED)]
 
     def hidden_objects(self, directory: str, prefix: str | tuple[str, ...]) -> Sequence[FileInfo]:
-        return [
-            FileInfo(path, int(info["size"] or 0), _modified(info))
-            for path, info in self._listing(directory)
-            if path.rpartition("/")[2].startswith(prefix)
-        ]
+        found = [_file_info(path, info) for path, info in self._listing(directory)]
+        return [file for file in found if file.path.rpartition("/")[2].startswith(prefix)]
 
     def subdirectories(self, directory: str) -> Sequence[str]:
         return [path for path, info in self._listing(directory) if info["type"] == "directory"]
@@ -405,6 +399,10 @@ class FsspecStorage(Storage):
 
     def _describing(self, action: str, path: str) -> Describe:
         return describer(self._secrets, action, path)
+
+
+def _file_info(path: str, info: dict[str, Any]) -> FileInfo:
+    return FileInfo(path, int(info["size"] or 0), _modified(info))
 
 
 def _modified(info: dict[str, Any]) -> float:

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from ckpt_core.errors import StorageError
-from ckpt_core.option_checks import check_count, check_options, check_path, or_none
+from ckpt_core.option_checks import check_count, check_options, check_path, check_two_tiers, or_none
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 
@@ -75,15 +75,9 @@ class Tiers:
         Raises:
             ValueError: One of the options is missing or makes no sense.
         """
-        if local_dir is None and upload_to is None:
-            if keep_local is not None:
-                raise ValueError("keep_local needs local_dir and upload_to: without them there is one tier only")
+        check_two_tiers(local_dir, upload_to, keep_local)
+        if local_dir is None:
             return None
-        if local_dir is None or upload_to is None:
-            missing, given = ("local_dir", "upload_to") if local_dir is None else ("upload_to", "local_dir")
-            raise ValueError(
-                f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to"
-            )
         return cls(local_dir=local_dir, upload_to=upload_to, keep_local=keep_local)  # type: ignore[arg-type]
 
     def covers(self, path: str) -> bool:

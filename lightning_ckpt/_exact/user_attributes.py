@@ -7,8 +7,6 @@ not there when training started, and are not at a resume, are put back: what rea
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from ckpt_core.state.changed_values import PlainState, small
-from ckpt_core.state.code_origin import is_library
+from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, in_words
 from ckpt_core.state.object_walk import set_by_libraries
@@ -198,7 +196,7 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
     remedy = "register buffers, or override on_save_checkpoint" if kind == "module" else "give it state_dict"
     has = "no on_save_checkpoint" if kind == "module" else "no state_dict"
     cls: Any = type(owner)
-    file, line = _place_of(cls)
+    file, line = place_of(cls) or (cls.__module__, 1)
     warnings.warn_explicit(
         f"{kind} `{cls.__name__}` changed {shown} since the start, and has {has}: a resume will not have it ({remedy})",
         UserWarning,
@@ -208,19 +206,11 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _place_of(cls: type) -> tuple[str, int]:
-    """File and line of a class, for which its whole file is parsed."""
-    try:
-        return str(inspect.getsourcefile(cls) or cls.__module__), inspect.getsourcelines(cls)[1]
-    except (OSError, TypeError):
-        return cls.__module__, 1
-
-
 def _holds_state(kind: type) -> bool:
     for name in _HOLDS:
         if name == "state_dict" and hasattr(kind, "named_parameters"):
             continue  # of parameters and buffers
-        if not is_library(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
-            return next(base for base in kind.__mro__ if name in vars(base) or base is object) is not object
+        owner = next(base for base in kind.__mro__ if name in vars(base) or base is object)
+        if not is_library(owner):
+            return owner is not object
     return False
