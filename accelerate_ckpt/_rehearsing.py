@@ -164,19 +164,14 @@ class Rehearsal:
         naming = accelerator.project_configuration
         automatic, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
         count = naming.iteration
-        self._is_saving = True
+        self.is_saving = True
         try:
             accelerator.save_state(path)
         finally:
-            self._is_saving = False
+            self.is_saving = False
             naming.automatic_checkpoint_naming, naming.iteration = automatic, count
 
-    _is_saving = False
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether it is the rehearsal that saves, and not the script."""
-        return self._is_saving
+    is_saving = False  # whether it is the rehearsal that saves, and not the script
 
     def _note(self, path: str, point: str) -> None:
         # the notes of this step may follow, and are not compared

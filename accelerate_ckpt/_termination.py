@@ -193,8 +193,8 @@ def _finish() -> None:
         while time.monotonic() < deadline and any(map(_is_about_to_save, live_sessions())):
             time.sleep(0.01)
         for session in live_sessions():
-            if session.just_in_time is not None and session.just_in_time.is_rank_lost:
-                session.just_in_time.wait_until_over()
+            if session.just_in_time is not None and session.just_in_time.survivors.is_rank_lost():
+                session.just_in_time.survivors.wait_until_over()
     for session in [session for session in unfinished_sessions() if session.checkpointer.is_busy]:
         waiting = threading.Thread(target=session.checkpointer.drain, name="ckpt-last-saves", daemon=True)
         waiting.start()

@@ -56,28 +56,16 @@ class Contender:
         """Free what is kept between saves."""
 
 
-class _File(Contender):
-    def __init__(self, name: str, **options: Any) -> None:
+class _Ours(Contender):
+    def __init__(self, name: str, checkpointer: Checkpointer | DirectoryCheckpointer) -> None:
         super().__init__(name)
-        self._checkpointer = Checkpointer(**options)
+        self._checkpointer = checkpointer
 
     def save(self, state: dict[str, Any], path: str) -> None:
-        self._checkpointer.save(state, path)
-
-    def finish(self) -> None:
-        self._checkpointer.wait()
-
-    def close(self) -> None:
-        self._checkpointer.close()
-
-
-class _Directory(Contender):
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__(name)
-        self._checkpointer = DirectoryCheckpointer(**options)
-
-    def save(self, state: dict[str, Any], path: str) -> None:
-        self._checkpointer.save([Part(name, value, Kind.SHARDED) for name, value in state.items()], path)
+        if isinstance(self._checkpointer, Checkpointer):
+            self._checkpointer.save(state, path)
+        else:
+            self._checkpointer.save([Part(name, value, Kind.SHARDED) for name, value in state.items()], path)
 
     def finish(self) -> None:
         self._checkpointer.wait()
@@ -120,10 +108,10 @@ class _Dcp(Contender):
 
 #: What makes each row of the table.
 CONTENDERS: tuple[Callable[[], Contender], ...] = (
-    lambda: _File("async, overlap=True", overlap=True),
-    lambda: _Directory("sharded, overlap=True", overlap=True),
-    lambda: _File("async"),
-    lambda: _Directory("sharded"),
+    lambda: _Ours("async, overlap=True", Checkpointer(overlap=True)),
+    lambda: _Ours("sharded, overlap=True", DirectoryCheckpointer(overlap=True)),
+    lambda: _Ours("async", Checkpointer()),
+    lambda: _Ours("sharded", DirectoryCheckpointer()),
     lambda: _Dcp("DCP async_save", stages=False),
     lambda: _Dcp("DCP async_save, DefaultStager", stages=True),
 )

@@ -401,7 +401,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         try:
             if self._is_ending:
                 pass  # saved what there is
-            elif not self.save_on_exception or self._all_ranks_are_here():
+            # an exception on one rank only: Lightning's part of a save would wait for the others for ever
+            elif not self.save_on_exception or self._state is None or self._state.gathering.all_are_here():
                 super().on_exception(trainer, pl_module, exception)
             else:
                 logger.error("no checkpoint is saved after %r, because not all ranks have stopped", exception)
@@ -414,10 +415,6 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._end_memory(keep=not self._is_ending)
         if self._auto is not None and _was_told_to_end(exception):
             self._auto.end(trainer)
-
-    def _all_ranks_are_here(self) -> bool:
-        # an exception on one rank only: Lightning's part of a save would wait for the others for ever
-        return self._state is None or self._state.all_ranks_are_here()
 
     # ---- the exact state ---------------------------------------------------------------------------------------------
 

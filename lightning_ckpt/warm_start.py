@@ -51,14 +51,8 @@ class WarmStart(CallbackBase):
         self.path = path
         self.optimizers = optimizers
         self.report: LoadReport | None = None
-        self._settings: dict[str, Any] = {
-            "rename": rename,
-            "partial": partial,
-            "strict": strict,
-            "part": part,
-            "weights_only": weights_only,
-            "storage_options": storage_options,
-        }
+        self._settings: dict[str, Any] = {"rename": rename, "partial": partial, "strict": strict, "part": part}
+        self._settings |= {"weights_only": weights_only, "storage_options": storage_options}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.report = None

@@ -66,7 +66,7 @@ def note_step(session: Session) -> None:
     """Note what this rank alone has, after the body of the training loop."""
     if session.world_size == 1 or wait_seconds_of(session.config.just_in_time) is None:
         return
-    is_first = session.just_in_time is None or not session.just_in_time.has_noted
+    is_first = session.just_in_time is None or not session.just_in_time.survivors.last
     problem = _problem_of(session) if is_first else None
     if problem is not None:
         session.tell_once("just-in-time", no_rescue(problem))
@@ -145,7 +145,7 @@ class JustInTime:
         assert wait is not None
         self._directory = directory_of_run(session) if session.saves_alone is None else session.saves_alone.directory
         shards = _shards_of(session)
-        self._survivors = Survivors(self._directory, session.rank, session.world_size, session.run_id, wait, shards)
+        self.survivors = Survivors(self._directory, session.rank, session.world_size, session.run_id, wait, shards)
         # FSDP puts others in their place while it gathers
         self._parameters = [parameter for model in session.accelerator._models for parameter in model.parameters()]
         self._buffers = BufferCopies(session.accelerator._models)
@@ -156,18 +156,13 @@ class JustInTime:
         _termination.protect()
         _hook_exceptions()
         session.data.before_leaving = self._loop_is_left
-        session.checkpointer.wait_for_no_dead(self._survivors.find_dead)
+        session.checkpointer.wait_for_no_dead(self.survivors.find_dead)
         before = session.agreement.find_dead
-        session.agreement.find_dead = lambda: {*before(), *self._survivors.find_dead()}
+        session.agreement.find_dead = lambda: {*before(), *self.survivors.find_dead()}
 
     def _loop_is_left(self) -> None:
-        if self._survivors.is_rank_gone():
+        if self.survivors.is_rank_gone():
             self.rescue(RankFailedError("another rank is gone"))
-
-    @property
-    def has_noted(self) -> bool:
-        """Whether this rank has noted a step."""
-        return self._survivors.last > 0
 
     def note_start(self) -> None:
         """Note the state before this rank trains."""
@@ -176,7 +171,7 @@ class JustInTime:
             return
         state = self._state()
         state["own"] |= {"gradients": None, "window_open": False}  # as after a step, inside of no window
-        self._survivors.note_start(state)
+        self.survivors.note_start(state)
 
     def step_is_done(self) -> None:
         """Note the state; what may have been raised in the step, the script has caught."""
@@ -188,10 +183,10 @@ class JustInTime:
         session = self._session
         if session.window_is_open or session.local_sgd.active or session.uneven:
             return
-        self._survivors.note(self._state())
+        self.survivors.note(self._state())
         versions = self._parameter_versions()
         if self._buffers.take() or versions != self._versions:
-            self._since = self._survivors.last
+            self._since = self.survivors.last
         self._versions, self._step = versions, session.step
 
     def _state(self) -> dict[str, Any]:
@@ -214,7 +209,7 @@ class JustInTime:
         own: dict[str, Any] = {"data": {"rng": RngState.capture().encode()}}
         if not is_sharded(session.accelerator):
             own["buffers"] = [saved_buffers(model) for model in session.accelerator._models]
-        self._survivors.note_exchange(
+        self.survivors.note_exchange(
             {"own": own, **session.note_ahead(loss)}, {"own": {"data": {"loaders": session.data.capture_ahead()}}}
         )
 
@@ -224,7 +219,7 @@ class JustInTime:
             return True
 
         def look() -> None:
-            if not self._survivors.sees_all:
+            if not self.survivors.sees_all:
                 raise RankFailedError(NO_PLACE)
 
         try:
@@ -237,29 +232,15 @@ class JustInTime:
     def close(self, *, remove: bool) -> None:
         """Take part no longer; delete the file if training came to its end."""
         _kept.clear()
-        self._survivors.close(remove=remove)
-
-    @property
-    def is_rank_gone(self) -> bool:
-        """Whether another rank is dead or has left, so that this one need not wait for it."""
-        return self._survivors.is_rank_gone()
-
-    @property
-    def is_rank_lost(self) -> bool:
-        """Whether another rank is dead, so that this one has something to do."""
-        return self._survivors.is_rank_lost()
-
-    def wait_until_over(self) -> None:
-        """Wait, on another thread, until this rank has done its part."""
-        self._survivors.wait_until_over()
+        self.survivors.close(remove=remove)
 
     def at_end(self) -> None:
         """The program ends, and has not said why: save if another rank is dead, else let the others know."""
-        if self._survivors.is_rank_gone():
+        if self.survivors.is_rank_gone():
             self.rescue(RankFailedError("another rank is gone"))
         elif not self._is_over:
             self._is_over = True
-            self._survivors.leave()
+            self.survivors.leave()
 
     def rescue(self, error: BaseException) -> None:
         """Save if an exception comes of the loss of another rank, and this is the rank to do it."""
@@ -268,20 +249,20 @@ class JustInTime:
         self._is_over = True
         with ignoring_signals():
             try:
-                if not self._survivors.is_loss(error):
-                    self._survivors.leave()
+                if not self.survivors.is_loss(error):
+                    self.survivors.leave()
                     return
                 self._session.checkpointer.drain(timeout=_DRAIN_SECONDS)
-                self._survivors.rescue(self._held(), self._save, self._write, max(1, self._since))
+                self.survivors.rescue(self._held(), self._save, self._write, max(1, self._since))
             except Exception:
                 log.exception("could not save a checkpoint after a rank had died: resume from the last one")
 
     def _held(self) -> int | None:
-        noted = self._survivors.last
+        noted = self.survivors.last
         if self._session.step != self._step:  # the script has done part of what it does after an optimizer's step
             self.note()
             self._not_exact = [_CUT]
-            return self._survivors.last if self._survivors.last > noted else None
+            return self.survivors.last if self.survivors.last > noted else None
         is_unchanged = noted > 0 and self._parameter_versions() == self._versions
         return noted if is_unchanged and self._buffers.put_back() else None
 

@@ -332,7 +332,7 @@ class Session:
         return self.backwards, self.step
 
     def _is_rank_gone(self) -> bool:
-        is_gone = self.just_in_time is not None and self.just_in_time.is_rank_gone
+        is_gone = self.just_in_time is not None and self.just_in_time.survivors.is_rank_gone()
         return is_gone or bool(self.agreement.find_dead())
 
     @property

@@ -42,7 +42,7 @@ class Agreement:
         self._client = None if store is None else TimedStore(PrefixStore("meetings", store), answer_within=timeout)
         self.progress = Progress(rank, world_size, store, timeout)  # what the ranks know of each other
         self.find_dead: Callable[[], Collection[int]] = tuple  # ranks that will come to no further meeting
-        self._meetings = 0
+        self.meeting = 0  # number of the last one
         # On rank 0: meetings that others still have to hear of, and where this rank was then.
         self._unread: collections.deque[tuple[int, int | None]] = collections.deque()
         self._absent: dict[int | None, set[int]] = {}  # by place, the ranks that will not hear of it
@@ -115,11 +115,6 @@ class Agreement:
         self._unread.clear()
         self.progress.end()
 
-    @property
-    def meeting(self) -> int:
-        """Number of the last meeting."""
-        return self._meetings
-
     def _meet(
         self, what: str, value: Any, failure: Any = None, *, waits: bool = True, may_be_absent: bool = False
     ) -> tuple[CheckpointError | None, Any]:
@@ -133,9 +128,9 @@ class Agreement:
         client, self.place = self._client, self.progress.place
         if self.rank:
             return self._hear(client, what, failure)
-        self._meetings += 1
-        self.progress.joined(self._meetings)
-        meeting = str(self._meetings)
+        self.meeting += 1
+        self.progress.joined(self.meeting)
+        meeting = str(self.meeting)
         if waits:
             self._wait_for_others(client, what, may_be_absent=may_be_absent)
         others = _failed_on(what, 0, failure) if failure is not None else None
@@ -144,17 +139,17 @@ class Agreement:
         is_optional = may_be_absent or not waits
         Announcement(client, meeting).make([what, value, self.place, is_optional, sorted(self.left_out)], others)
         self._forget_what_all_have_read()
-        self._unread.append((self._meetings, self.place))
+        self._unread.append((self.meeting, self.place))
         return others, value
 
     def _hear(self, client: TimedStore, what: str, failure: Any) -> tuple[CheckpointError | None, Any]:
         """Come to the next meeting that rank 0 has where this rank is; those in between were before."""
         while True:
-            self._meetings += 1
-            meeting = str(self._meetings)
+            self.meeting += 1
+            meeting = str(self.meeting)
             said = Announcement(client, meeting)
             if not said.is_made:  # rank 0 may wait for this rank
-                self.progress.joined(self._meetings)
+                self.progress.joined(self.meeting)
                 if failure is not None:
                     client.set(f"{meeting}/failure", json.dumps([self.rank, failure]))
                 client.set(f"at/{self.rank}", meeting)
@@ -162,9 +157,9 @@ class Agreement:
                 self._wait_for_rank_zero(client, what)
             (theirs, value, place, is_optional, left_out), others = said.read()
             if is_optional and (theirs != what or self._is_past(place)):
-                self.progress.skipped(self._meetings)
+                self.progress.skipped(self.meeting)
                 continue
-            self.progress.joined(self._meetings)
+            self.progress.joined(self.meeting)
             self.left_out = set(left_out)
             said.heard()
             if theirs != what:
@@ -177,7 +172,7 @@ class Agreement:
     @property
     def is_awaited(self) -> bool:
         """Whether rank 0 is at a meeting to which this rank has yet to come; any thread may ask."""
-        client, here, meeting = self._client, self.progress.place, self._meetings + 1
+        client, here, meeting = self._client, self.progress.place, self.meeting + 1
         while self.rank and client is not None and (said := Announcement(client, str(meeting))).is_made:
             (_, _, place, is_optional, _), _ = said.read()
             if not is_optional or place is None or here is None or here <= place:
@@ -202,14 +197,14 @@ class Agreement:
                 self._absent.pop(place, None)
 
     def _wait_for_others(self, client: TimedStore, what: str, *, may_be_absent: bool) -> None:
-        arrived = f"{self._meetings}/arrived"
+        arrived = f"{self.meeting}/arrived"
         others = self.world_size - 1
 
         def complete() -> bool:
             return client.add(arrived, 0) >= others - len(self.left_out)
 
         def look() -> None:
-            absent = self.absent_from(self._meetings, self.place)
+            absent = self.absent_from(self.meeting, self.place)
             if absent and not may_be_absent:
                 raise _went_on(what, self.rank, absent)
             self.left_out = absent
@@ -217,7 +212,7 @@ class Agreement:
         self._wait(complete, look, what)
 
     def _wait_for_rank_zero(self, client: TimedStore, what: str) -> None:
-        meeting = self._meetings
+        meeting = self.meeting
 
         def look() -> None:
             if 0 in self.progress.gone_on(meeting, self.place) and not client.has(str(meeting)):
@@ -250,7 +245,7 @@ class Agreement:
     def _missing(self) -> str:
         if self.rank or self._client is None:
             return "rank 0"
-        client, here = self._client, str(self._meetings)
+        client, here = self._client, str(self.meeting)
         return names_of(
             [r for r in range(1, self.world_size) if not client.has(f"at/{r}") or client.get(f"at/{r}") != here]
         )

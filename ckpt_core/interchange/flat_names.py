@@ -56,20 +56,16 @@ def is_first_key_of_part(key: Hashable) -> bool:
     return True
 
 
-def entries_of(state: Any, prefix: EntryPath) -> Iterator[Entry]:
-    """Yield the entries that DCP makes of a state of nested dictionaries and lists, whose own path is ``prefix``."""
-    return _entries(state, prefix, ())
-
-
-def _entries(value: Any, path: EntryPath, where: tuple[Hashable, ...]) -> Iterator[Entry]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _entries(item, (*path, str(key)), (*where, key))
-    elif isinstance(value, list) and _is_branch(value):
-        for index, item in enumerate(value):
-            yield from _entries(item, (*path, index), (*where, index))
+def entries_of(state: Any, path: EntryPath, where: tuple[Hashable, ...] = ()) -> Iterator[Entry]:
+    """Yield the entries that DCP makes of a state of nested dictionaries and lists, which is itself at ``path``."""
+    if isinstance(state, Mapping):
+        for key, item in state.items():
+            yield from entries_of(item, (*path, str(key)), (*where, key))
+    elif isinstance(state, list) and _is_branch(state):
+        for index, item in enumerate(state):
+            yield from entries_of(item, (*path, index), (*where, index))
     else:
-        yield Entry(path, where, value)
+        yield Entry(path, where, state)
 
 
 def _is_branch(value: Any) -> bool:

@@ -24,7 +24,7 @@ class MemorySnapshots(Live):
 
     def __init__(self, tier: MemoryTier, trainer: Any, checkpointer: Any, name: str) -> None:
         self.tier = tier
-        self._checkpointer = checkpointer
+        self.checkpointer = checkpointer
         self._trainer = trainer
         self._name = name
 
@@ -62,14 +62,10 @@ class MemorySnapshots(Live):
     def covers(self, path: Any) -> bool:
         return self.tier.covers(path)
 
-    @property
-    def checkpointer(self) -> Any:
-        return self._checkpointer
-
     def save(self, save: Callable[[Any], Any]) -> None:
         """Call ``save`` with the checkpointer; if it fails, that ends the snapshots and not the training."""
         try:
-            save(self._checkpointer)
+            save(self.checkpointer)
         except CheckpointError as error:
             self.tier.fail(error)
 
@@ -97,7 +93,7 @@ class MemorySnapshots(Live):
             return
         path = None
         if trainer.is_global_zero:
-            path = self.tier.next_path(trainer.global_step, self._name, is_busy=self._checkpointer.is_busy)
+            path = self.tier.next_path(trainer.global_step, self._name, is_busy=self.checkpointer.is_busy)
         path = trainer.strategy.broadcast(path)
         if path is not None and self.tier.machines > 1:
             self.tier.make_room(path)
@@ -111,7 +107,7 @@ class MemorySnapshots(Live):
         plugin = self._trainer.strategy.checkpoint_io
         if getattr(plugin, "memory", None) is self:
             plugin.memory = None
-        self._checkpointer.close(raises=False)
+        self.checkpointer.close(raises=False)
         if self._trainer.is_global_zero and (words := self.tier.in_words()):
             announce(self._trainer, words)
         if keep:

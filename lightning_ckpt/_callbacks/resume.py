@@ -29,13 +29,13 @@ class AutoResume:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._attempts: ResumeAttempts | None = None
-        self._asked = False
+        self.asked = False  # whether this fit continues from what is found
         self._chosen: CheckpointInfo | None = None
         self._newest: CheckpointInfo | None = None
 
     def look(self, directory: str, **options: Any) -> ResumeAttempts:
         """Return what is known of attempts to resume from the checkpoints of a directory; the callback looks now."""
-        self._asked, self._attempts = True, ResumeAttempts(directory, self._limit, **options)
+        self.asked, self._attempts = True, ResumeAttempts(directory, self._limit, **options)
         return self._attempts
 
     def choose(self, newest: CheckpointInfo | None, *, is_mine: bool) -> None:
@@ -45,7 +45,7 @@ class AutoResume:
 
     def begin(self, trainer: Any) -> None:
         """Compare the choice with that of the other ranks and count the attempt; all ranks raise together."""
-        if not self._asked:
+        if not self.asked:
             return
         mine = None if self._chosen is None else self._chosen.path
         theirs = trainer.strategy.broadcast(mine)
@@ -63,11 +63,6 @@ class AutoResume:
         if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:
             self._attempts.begin(self._chosen)
 
-    @property
-    def asked(self) -> bool:
-        """Whether this fit continues from what is found."""
-        return self._asked
-
     def is_newer(self, info: CheckpointInfo) -> bool:
         """Return whether a checkpoint is newer than what the Trainer continues from, whoever has found that."""
         return self._newest is None or newest_first([info, self._newest])[0] == info
@@ -80,7 +75,7 @@ class AutoResume:
         """Note that the run has not crashed."""
         if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:
             self._attempts.end()
-        self._chosen, self._newest, self._asked = None, None, False
+        self._chosen, self._newest, self.asked = None, None, False
 
 
 def find_resume(trainer: Any) -> list[str | None]:

@@ -105,8 +105,8 @@ class ExactState(Live):
         self._internals = Internals(trainer)
         self._data = TrainingData(self._internals, replay, self._before_fetch)
         self._warn = warn if trainer.is_global_zero else _keep_quiet
-        self._gathering = Gathering(trainer)
-        self._post_local_sgd = PostLocalSgd(trainer, self._gathering)
+        self.gathering = Gathering(trainer)
+        self._post_local_sgd = PostLocalSgd(trainer, self.gathering)
         self._resume = Resume(self._internals)
         self._counters = Counters(self._internals, self._run_inside)
         self._accumulation = Accumulation(trainer)
@@ -391,7 +391,7 @@ class ExactState(Live):
             checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
         counters = self._post_local_sgd.counters()
         mine["alarm"] = self._recording.take_alarm() if self._recording is not None else ""
-        ranks = self._gathering.gather(mine)
+        ranks = self.gathering.gather(mine)
         if ranks is not None:
             for alarm in filter(None, (rank["alarm"] for rank in ranks if rank is not None)):
                 warnings.warn(alarm, stacklevel=2)
@@ -414,10 +414,6 @@ class ExactState(Live):
             checkpoint[KEY] = self._loaded["all_ranks"]
             if is_routed(self._trainer.strategy):
                 checkpoint[GRADIENTS_KEY] = self._loaded["apart"].get(self._trainer.global_rank, {})
-
-    def all_ranks_are_here(self) -> bool:
-        """Return whether all ranks take part in what is done now; after an exception, within 30 seconds."""
-        return self._gathering.all_are_here()
 
     @property
     def is_in_progress(self) -> bool:
