@@ -18,7 +18,7 @@ from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt.config import OptionError
 from ckpt_core import RankGroup
 from ckpt_core.errors import CheckpointError
-from ckpt_core.preemption import NOT_SAVED, End, EndWatch, Preemption, SignalNotes
+from ckpt_core.preemption import NOT_SAVED, EndWatch, Preemption, SignalNotes
 
 log = logging.getLogger(__name__)
 
@@ -65,25 +65,27 @@ class PreemptionWatch:
         self.end()
         self._watch.close()
 
-    def due(self, session: Any, *, last: bool = False) -> End | None:
-        """Return why the run is to end now, as :meth:`~ckpt_core.preemption.EndWatch.due` does."""
+    def due(self, session: Any, *, last: bool = False) -> int | None:
+        """Return the exit status if the run is to end now, and say why; ``last`` as for the watch of ``ckpt_core``."""
         try:
-            return self._watch.due(last=last)
+            due = self._watch.due(last=last)
         except SystemExit:
             if session.auto_resume is not None:
                 session.auto_resume.crashed()
             raise
+        if due is None:
+            return None
+        if session.rank == 0:
+            log.warning("this run ends because of %s: it saves first", due.reason)
+        if session.interval is not None:
+            session.interval.schedule.is_ending = True
+        return due.status
 
     def after_batch(self, session: Any) -> None:
         """Save and end the program (``SystemExit``), if that is due."""
-        due = self.due(session) if self.asks_itself else None
-        if due is None:
+        status = self.due(session) if self.asks_itself else None
+        if status is None:
             return
-        reason, status = due
-        if session.rank == 0:
-            log.warning("this run ends because of %s: it saves first", reason)
-        if session.interval is not None:
-            session.interval.schedule.is_ending = True
         try:
             path = session.accelerator.save_state(target_of_run(session))
             with failures_of_trackers_logged():

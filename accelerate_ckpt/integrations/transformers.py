@@ -263,31 +263,24 @@ class ResumableCallback(TrainerCallback):
         if preemption is None or not preemption.is_training:
             return
         preemption.end()  # from here on, signals end the process as without us
-        due = preemption.due(self._session, last=True)
-        if due is None:
+        self._ends_with = preemption.due(self._session, last=True)
+        if self._ends_with is None:
             return
-        reason, self._ends_with = due
         self._session.checkpointer.drain()
         path = self._path_of_step(self._trainer.state.global_step)
         if self._session.agreement.from_rank_zero("save", self._session.checkpointer.exists(path)):
             self.on_save()
-        if self._session.rank == 0:
-            log.warning("this run ends because of %s: it saves first", reason)
         self._save_checkpoint()
         self.on_save()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         preemption = self._session.preemption
         interval = self._session.interval
-        due = preemption.due(self._session) if preemption is not None else None
+        status = preemption.due(self._session) if preemption is not None else None
         if interval is not None and interval.due(self._session):
             control.should_save = True
-        if due is not None:
-            if interval is not None:
-                interval.schedule.is_ending = True
-            reason, self._ends_with = due
-            if self._session.rank == 0:
-                log.warning("this run ends because of %s: it saves first", reason)
+        if status is not None:
+            self._ends_with = status
             control.should_save = True
 
     def on_save(self, *_: Any, **__: Any) -> None:

@@ -216,9 +216,7 @@ def glance_at_torch_file(reader: FileReader) -> Any:
     try:
         return _Glance(io.BytesIO(pickled)).load()
     except Exception as error:  # bytes that make no sense fail anywhere in pickle
-        raise CheckpointFormatError(
-            f"this is not a readable torch checkpoint: {reason_of(error)}", path=reader.path
-        ) from error
+        raise _unreadable(reader.path, error) from error
 
 
 def _check_old_pickles(reader: FileReader) -> None:
@@ -229,11 +227,15 @@ def _check_old_pickles(reader: FileReader) -> None:
         if _OLD_MAGIC_NUMBER not in pickles[0]:
             raise ValueError("it is a pickle, but not one that torch.save wrote")
     except (ValueError, IndexError, EOFError, OverflowError, MemoryError) as error:
-        raise CheckpointFormatError(
-            f"this is not a readable torch checkpoint: {reason_of(error)}",
-            path=reader.path,
-            remedy="check that the path is a checkpoint and that its copy is complete",
-        ) from error
+        raise _unreadable(reader.path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"this is not a readable torch checkpoint: {reason_of(error)}",
+        path=path,
+        remedy="check that the path is a checkpoint and that its copy is complete",
+    )
 
 
 def _build(opened: OpenedFile, reader: FileReader, map_location: MapLocation, weights_only: bool | None) -> Any:
@@ -274,11 +276,7 @@ def translated_errors(path: str) -> Iterator[None]:
     except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
         what = refused_in(error)
         if what is None:
-            raise CheckpointFormatError(
-                f"this is not a readable torch checkpoint: {reason_of(error)}",
-                path=path,
-                remedy="check that the path is a checkpoint and that its copy is complete",
-            ) from error
+            raise _unreadable(path, error) from error
         raise UnsafeCheckpointError(
             "the checkpoint holds objects that are not plain data, and rebuilding them could run arbitrary code: "
             f"{what}",
