@@ -58,8 +58,8 @@ class Changes:
                 place = place_of(kind)
                 where = "" if place is None else f" ({place[0]}:{place[1]})"
                 self._say(
-                    f"the module {kind.__qualname__}{where} changed {shown} since training began, and no state holds it: a resume "
-                    "will not have it. Make it a buffer (register_buffer), or part of an object given to "
+                    f"the module {kind.__qualname__}{where} changed {shown} since training began, and no state holds "
+                    "it: a resume will not have it. Make it a buffer (register_buffer), or part of an object given to "
                     "register_for_checkpointing"
                 )
 

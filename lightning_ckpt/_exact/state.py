@@ -152,7 +152,7 @@ class ExactState(Live):
     @classmethod
     def of(cls, trainer: Any, replay: bool, warn: Callable[[str], None]) -> ExactState:
         """Return the state of a Trainer that begins a fit; the same for each callback on it."""
-        before = getattr(trainer, _ATTRIBUTE, None)
+        before: ExactState | None = getattr(trainer, _ATTRIBUTE, None)
         if before is not None and not before._released:
             return before
         state = cls(trainer, replay, warn)
