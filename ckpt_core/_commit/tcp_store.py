@@ -214,7 +214,7 @@ class TimedStore:
                 start(thread)
             except RuntimeError:
                 run()  # no memory, or the interpreter is shutting down
-            else:
+            if not answers and not errors:
                 thread.join(self._answer_within)
         if answers:
             return answers[0]
