@@ -303,7 +303,10 @@ class SnapshotCoordinator:
         return ConsistentCut(
             snapshot_id=snapshot.snapshot_id,
             generation=self._generation,
-            vector=verify_cut(self._streams, snapshot.worker_acks, snapshot.shard_acks),
+            vector=self._verify(snapshot),
             workers=tuple(snapshot.workers),
             shards=self._shards,
         )
+
+    def _verify(self, snapshot: _Snapshot) -> VectorClock:
+        return verify_cut(self._streams, snapshot.worker_acks, snapshot.shard_acks)

@@ -19,6 +19,19 @@ from ckpt_async.consistent_cut.types import (
     VectorClock,
 )
 
+__all__ = [
+    "COORDINATOR",
+    "CommitCut",
+    "DiscardCopy",
+    "Effect",
+    "PersistShard",
+    "PersistWorker",
+    "ReserveSnapshot",
+    "RollbackNeeded",
+    "Send",
+    "SnapshotAborted",
+]
+
 COORDINATOR = "coordinator"
 
 

@@ -85,14 +85,6 @@ class UpdateId(NamedTuple):
     seq: int
 
 
-def next_update(positions: Mapping[int, int], batches: int | None) -> UpdateId | None:
-    """The update after so many of each stream: of the least advanced, so that all keep step; None after the last."""
-    stream = min(positions, key=lambda stream: (positions[stream], stream), default=None)
-    if stream is None or (batches is not None and positions[stream] >= batches):
-        return None
-    return UpdateId(stream, positions[stream] + 1)
-
-
 class MessageTag(NamedTuple):
     """What every message carries."""
 

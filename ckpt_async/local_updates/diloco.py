@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 from ckpt_async.local_updates.worker_state import WorkerState
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.kinds import Kind, Part, load_buffers, saved_buffers
+from ckpt_core.state.kinds import Kind, Part, saved_buffers
+
+logger = logging.getLogger(__name__)
 
 
 class OuterLoop(abc.ABC):
@@ -175,5 +178,10 @@ class DiLoCoState:
             )
         mine = workers[cursor.worker % opened.world_size]
         self._loop.load(opened.load("model"), opened.load("outer"), mine["parameters"])
-        load_buffers(self._buffers(), mine["buffers"], opened.path)
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                if name in mine["buffers"]:
+                    buffer.copy_(mine["buffers"][name])
+                else:
+                    logger.warning("%s has nothing of the buffer %s, which stays as it is", opened.path, name)
         self._own.load_state_dicts([worker["state"] for worker in workers])

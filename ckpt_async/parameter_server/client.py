@@ -15,13 +15,11 @@ from torch.utils.data import Sampler
 from ckpt_async.consistent_cut import COORDINATOR, CutWorker, UpdateId, VectorClock, deal_streams
 from ckpt_async.consistent_cut.effects import Effect, PersistWorker
 from ckpt_async.consistent_cut.messages import Committed, Message, PullHeader, decode_message, encode_message
-from ckpt_async.consistent_cut.types import next_update
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.model import BlockTable, Model, aliases_of, buffers_of, parameters_of
 from ckpt_async.parameter_server.participant import Participant
 from ckpt_async.parameter_server.transport import PeerLostError, Transport
 from ckpt_core.errors import CheckpointError, StateMismatchError
-from ckpt_core.state.kinds import load_buffers
 from ckpt_core.state.rng import RngState
 
 if TYPE_CHECKING:
@@ -115,7 +113,7 @@ class ParameterClient(Participant):
             with checkpoint:
                 positions = checkpoint.cut.vector.restricted_to(streams)
                 self._saved = checkpoint.worker(self.name) or {"buffers": checkpoint.buffers()}
-                load_buffers(self.buffers, self._saved.get("buffers", {}), checkpoint.path)
+                self._load_buffers(checkpoint.path)
             logger.info("%s resumes from %s: %s", self.name, checkpoint.path, VectorClock(positions).in_words())
             if self._seed is None and "rng" in self._saved:
                 RngState.decode(self._saved["rng"]).restore()
@@ -163,7 +161,7 @@ class ParameterClient(Participant):
     @property
     def upcoming(self) -> UpdateId | None:
         """The update that the next :meth:`pull` and :meth:`push` are about; None when all batches were used."""
-        return next_update(self.position, self._batches)
+        return _next_of(self.position, self._batches)
 
     def updates(self) -> Iterator[UpdateId]:
         """All updates from here on, one after the other, each when the one before was pushed."""
@@ -178,7 +176,7 @@ class ParameterClient(Participant):
     def plan(self) -> Iterator[UpdateId]:
         """The same updates, without waiting for any push: for loaders that are ahead of the training."""
         positions = dict(self.position)
-        while (update := next_update(positions, self._batches)) is not None:
+        while (update := _next_of(positions, self._batches)) is not None:
             positions[update.stream] = update.seq
             yield update
 
@@ -307,6 +305,18 @@ class ParameterClient(Participant):
         if name in saved:
             stateful.load_state_dict(saved[name])
 
+    @torch.no_grad()
+    def _load_buffers(self, path: str) -> None:
+        saved = self._saved.get("buffers", {})
+        for name, buffer in self.buffers.items():
+            if name not in saved:
+                logger.warning("%s has nothing of the buffer %s, which stays as it is", path, name)
+            elif saved[name].shape != buffer.shape:
+                shapes = f"{tuple(saved[name].shape)} and {tuple(buffer.shape)}"
+                raise StateMismatchError(f"the buffer {name!r} has another shape: {shapes}", path=path, key=name)
+            else:
+                buffer.copy_(saved[name])
+
     def _capture(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "objects": {name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._objects.items()},
@@ -411,6 +421,14 @@ class UpdateSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return (self._samples_of(update) for update in self._client.plan())
+
+
+def _next_of(positions: Mapping[int, int], batches: int | None) -> UpdateId | None:
+    """The batch after these: of the stream that is least advanced, so that all of them keep step."""
+    stream = min(positions, key=lambda stream: (positions[stream], stream), default=None)
+    if stream is None or (batches is not None and positions[stream] >= batches):
+        return None
+    return UpdateId(stream, positions[stream] + 1)
 
 
 def seed_of(seed: int, update: UpdateId) -> int:

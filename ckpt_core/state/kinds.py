@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import torch
 
 from ckpt_core.errors import StateMismatchError
-
-logger = logging.getLogger(__name__)
 
 
 class Kind(enum.Enum):
@@ -66,19 +63,6 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a model's ``state_dict`` has, such as BatchNorm's statistics, by all names."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
-
-
-@torch.no_grad()
-def load_buffers(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], path: str) -> None:
-    """Load buffers by their names from a checkpoint; those that it does not have stay as they are, with a warning."""
-    for name, buffer in buffers.items():
-        if name not in saved:
-            logger.warning("%s has nothing of the buffer %s, which stays as it is", path, name)
-        elif saved[name].shape != buffer.shape:
-            shapes = f"{tuple(saved[name].shape)} and {tuple(buffer.shape)}"
-            raise StateMismatchError(f"the buffer {name!r} has another shape: {shapes}", path=path, key=name)
-        else:
-            buffer.copy_(saved[name])
 
 
 def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
