@@ -297,9 +297,6 @@ class ResumableCheckpoint(ModelCheckpointBase):
         else:
             self._lookup.reach_by(self._plugin.storage_options, self._plugin.tiers)
 
-    def _saves(self, trainer: Any) -> bool:
-        return not trainer.fast_dev_run and (self.save_top_k != 0 or bool(self.save_last))
-
     def _levels_of_names(self) -> int:
         """Return how many directories below its own the names of checkpoints lead, as ``{val/loss}`` does."""
         with contextlib.suppress(Exception):  # whatever a pattern cannot make of zeros: a save says it
@@ -320,7 +317,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 self._not_empty = each
             else:
                 _warn_again(each)
-        if stage == "fit" and self._saves(trainer):
+        if stage == "fit" and not trainer.fast_dev_run and (self.save_top_k or self.save_last):
             is_first, directory = trainer.is_global_zero, os.fspath(self.dirpath or "")
             refuse = self._lookup.catalog(directory).refuse_unwritable if is_first and directory else _nothing
             raise_on_all_ranks(refuse, world_size=trainer.world_size)

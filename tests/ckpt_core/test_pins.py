@@ -99,7 +99,7 @@ def test_keep_ls_prune_and_drop(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "loss=0.9  pinned (figure 3)  " in capsys.readouterr().out
 
     assert main(["prune", str(tmp_path), "--keep", "best=los", "--yes"]) == 2, "a metric that nobody has noted"
-    assert "they say loss" in capsys.readouterr().err
+    assert "they record loss" in capsys.readouterr().err
     assert main(["prune", str(tmp_path), "--keep", "best=loss", "--yes"]) == 0
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=1.ckpt", "step=2.ckpt", "step=4.ckpt"]
     assert main(["clean", str(tmp_path)]) == 0 and pinned.exists()

@@ -139,7 +139,7 @@ class Model(LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     def training_step(self, batch, index):
         if self.global_step == kill and self.global_rank == ranks - 1:
-            callback._memory._checkpointer.wait()  # one is there, however slow the machine is
+            callback._memory.checkpointer.wait()  # one is there, however slow the machine is
             os.kill(os.getpid(), signal.SIGKILL)
         return self.net(batch).pow(2).mean()
     def configure_optimizers(self):
