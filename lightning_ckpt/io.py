@@ -43,6 +43,7 @@ class TorchFileIO(ReliableCheckpointIO):
 
     @property
     def checkpointer(self) -> Checkpointer:
+        """What saves."""
         return self._checkpointer
 
     @checkpointer.setter

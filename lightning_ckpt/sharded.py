@@ -135,6 +135,11 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
 
     @property
     def checkpointer(self) -> DirectoryCheckpointer:
+        """What saves.
+
+        Raises:
+            CheckpointError: There are several processes, and the plugin was not told of them.
+        """
         if self._checkpointer is None:
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if is_distributed and torch.distributed.get_world_size() > 1:

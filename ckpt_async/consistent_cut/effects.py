@@ -45,28 +45,42 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PersistWorker:
-    """Write a worker's state, then call ``worker.persisted(snapshot_id, report)``; in the background if you like."""
+    """Write a worker's state, then call ``worker.persisted(snapshot_id, report)``; in the background if you like.
+
+    Attributes:
+        snapshot_id: The snapshot it belongs to.
+        cut: The worker's streams and how many updates of each are in.
+        state: What ``capture`` returned at the cut.
+        pulled: With ``record_order``: for each update since the start, the version of each shard it was computed from.
+    """
 
     snapshot_id: int
-    cut: VectorClock  # the worker's streams and how many updates of each are in
-    state: Any  # what `capture` returned at the cut
-    # With `record_order`: for each update since the start, the version of each shard it was computed from
+    cut: VectorClock
+    state: Any
     pulled: Mapping[UpdateId, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class PersistShard:
-    """Write a shard's state, then call ``shard.persisted(snapshot_id, report)``; in the background if you like."""
+    """Write a shard's state, then call ``shard.persisted(snapshot_id, report)``; in the background if you like.
+
+    Attributes:
+        snapshot_id: The snapshot it belongs to.
+        cut: All streams and how many updates of each are in.
+        copy: What ``state.copy()`` returned, with later pieces of the cut applied to it.
+        recorded: With ``channel_state="record"``: pieces to be applied to the copy, in this order, after loading.
+        order: With ``record_order``: updates in the order in which they went into the copy since the start.
+        folded: Number of pieces that were under way and were applied to the copy or recorded.
+        held: Number of pieces that were held back by alignment.
+    """
 
     snapshot_id: int
-    cut: VectorClock  # all streams and how many updates of each are in
-    copy: Any  # what `state.copy()` returned, with later pieces of the cut applied to it
-    # With `channel_state="record"`: pieces to be applied to the copy, in this order, after loading
+    cut: VectorClock
+    copy: Any
     recorded: tuple[tuple[PushHeader, Any], ...] = ()
-    # With `record_order`: updates in the order in which they went into the copy since the start
     order: tuple[UpdateId, ...] = ()
-    folded: int = 0  # number of pieces that were under way and were applied to the copy or recorded
-    held: int = 0  # number of pieces that were held back by alignment
+    folded: int = 0
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +103,17 @@ class ReserveSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CommitCut:
-    """Everything is durable and consistent: write the manifest, then call ``coordinator.committed(snapshot_id)``."""
+    """Everything is durable and consistent: write the manifest, then call ``coordinator.committed(snapshot_id)``.
 
-    cut: ConsistentCut  # what the manifest says
-    worker_reports: Mapping[str, str]  # report of each worker, by name
-    shard_reports: Mapping[str, str]  # report of each shard, by name
+    Attributes:
+        cut: What the manifest says.
+        worker_reports: Report of each worker, by name.
+        shard_reports: Report of each shard, by name.
+    """
+
+    cut: ConsistentCut
+    worker_reports: Mapping[str, str]
+    shard_reports: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,22 +15,36 @@ from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
 
 @dataclass(frozen=True, slots=True)
 class PushHeader:
-    """Goes with each piece of an update from a worker to a shard."""
+    """Goes with each piece of an update from a worker to a shard.
 
-    tag: MessageTag  # the worker's tag when the update was issued
-    update: UpdateId  # which update this is a piece of
-    piece: int  # counts the pieces of this stream sent to this shard; equal to `update.seq` unless pushes are sparse
-    incarnation: int = 0  # life of the worker
+    Attributes:
+        tag: The worker's tag when the update was issued.
+        update: Which update this is a piece of.
+        piece: Counts the pieces of this stream sent to this shard; equal to ``update.seq`` unless pushes are sparse.
+        incarnation: Life of the worker.
+    """
+
+    tag: MessageTag
+    update: UpdateId
+    piece: int
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PullHeader:
-    """Goes with each reply to a pull."""
+    """Goes with each reply to a pull.
 
-    tag: MessageTag  # the shard's tag when the parameters were read
-    version: int  # number of updates the shard had applied since it was started
-    applied: VectorClock  # the last update of each stream that the parameters contain
-    pieces: VectorClock  # number of pieces of each stream that the parameters contain
+    Attributes:
+        tag: The shard's tag when the parameters were read.
+        version: Number of updates the shard had applied since it was started.
+        applied: The last update of each stream that the parameters contain.
+        pieces: Number of pieces of each stream that the parameters contain.
+    """
+
+    tag: MessageTag
+    version: int
+    applied: VectorClock
+    pieces: VectorClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +75,36 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A worker to one shard: where its streams are cut by snapshot ``tag.snapshot_id``."""
+    """A worker to one shard: where its streams are cut by snapshot ``tag.snapshot_id``.
 
-    tag: MessageTag
-    sender: str  # name of the worker
-    cut: VectorClock  # last update of each of the worker's streams that belongs to the snapshot
-    pieces: VectorClock  # how many pieces of each of them were sent to *this* shard up to there
-    incarnation: int = 0  # life of the worker
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerAck:
-    """A worker to the coordinator: its state at the cut is durable."""
+    Attributes:
+        sender: Name of the worker.
+        cut: Last update of each of the worker's streams that belongs to the snapshot.
+        pieces: How many pieces of each of them were sent to *this* shard up to there.
+        incarnation: Life of the worker.
+    """
 
     tag: MessageTag
     sender: str
     cut: VectorClock
-    # For each shard, how many pieces of the worker's streams were sent to it up to the cut
+    pieces: VectorClock
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAck:
+    """A worker to the coordinator: its state at the cut is durable.
+
+    Attributes:
+        pieces: For each shard, how many pieces of the worker's streams were sent to it up to the cut.
+        report: Whatever the commit needs to know about the bytes written (a digest, a JSON text); not looked into.
+    """
+
+    tag: MessageTag
+    sender: str
+    cut: VectorClock
     pieces: Mapping[str, VectorClock]
     incarnation: int = 0
-    # Whatever the commit needs to know about the bytes written (a digest, a JSON text); not looked into
     report: str = ""
 
 

@@ -22,12 +22,15 @@ class SnapshotAbortedError(CheckpointError):
 
 
 class StaleGenerationError(CheckpointError):
-    """A message crossed the border between two lives of the run, or of one worker; it must not be processed."""
+    """A message crossed the border between two lives of the run, or of one worker; it must not be processed.
+
+    Attributes:
+        receiver_is_stale: True if the *receiver* belongs to the earlier life and has to stop; False if the sender does.
+    """
 
     def __init__(self, message: str, *, receiver_is_stale: bool = False) -> None:
         remedy = "stop this process: a newer one has taken its place" if receiver_is_stale else None
         super().__init__(message, remedy=remedy)
-        # True if the *receiver* belongs to the earlier life and has to stop; False if the sender does
         self.receiver_is_stale = receiver_is_stale
 
 
@@ -86,10 +89,15 @@ class UpdateId(NamedTuple):
 
 
 class MessageTag(NamedTuple):
-    """What every message carries."""
+    """What every message carries.
 
-    generation: int  # counts the starts of the whole run; a message from another one is refused
-    snapshot_id: int  # the newest snapshot that the sender takes part in; the *colour* of the message
+    Attributes:
+        generation: Counts the starts of the whole run; a message from another one is refused.
+        snapshot_id: The newest snapshot that the sender takes part in; the *colour* of the message.
+    """
+
+    generation: int
+    snapshot_id: int
 
     def check_generation(self, other: MessageTag) -> None:
         """Refuse what was sent in another generation than this one, the receiver's.
@@ -184,14 +192,21 @@ class VectorClock(Mapping[int, int]):
 
 @dataclass(frozen=True)
 class ConsistentCut:
-    """What a checkpoint of asynchronous training says about itself in the manifest."""
+    """What a checkpoint of asynchronous training says about itself in the manifest.
 
-    snapshot_id: int  # number of the snapshot; grows from one to the next
-    generation: int  # life of the run in which it was taken
-    vector: VectorClock  # how many updates of each stream are in the saved state of *every* shard
-    # Names of the workers whose state was saved; from a coordinator, in the order in which they said hello
+    Args:
+        snapshot_id: Number of the snapshot; grows from one to the next.
+        generation: Life of the run in which it was taken.
+        vector: How many updates of each stream are in the saved state of *every* shard.
+        workers: Names of the workers whose state was saved; from a coordinator, in the order in which they said hello.
+        shards: Names of the shards whose state was saved, in the order in which they hold the parameters.
+    """
+
+    snapshot_id: int
+    generation: int
+    vector: VectorClock
     workers: tuple[str, ...]
-    shards: tuple[str, ...]  # names of the shards whose state was saved, in the order in which they hold the parameters
+    shards: tuple[str, ...]
 
     def to_metadata(self) -> dict[str, Any]:
         """The cut as plain JSON data."""

@@ -19,10 +19,15 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 @dataclass(frozen=True)
 class Frame:
-    """A message between processes."""
+    """A message between processes.
 
-    content: dict[str, Any]  # plain JSON data
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by name; dense, or sparse in COO form
+    Attributes:
+        content: Plain JSON data.
+        tensors: By name; dense, or sparse in COO form.
+    """
+
+    content: dict[str, Any]
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def encode_frame(frame: Frame) -> bytearray:

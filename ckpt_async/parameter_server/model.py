@@ -80,13 +80,17 @@ class BlockTable:
         parameters: Name and tensor of each parameter; only types and shapes are looked at.
         max_block_bytes: Parameters larger than that are divided by rows. None: none is. An optimizer that looks at a
             parameter as a whole (its norm, its factors) looks at a block instead.
+
+    Attributes:
+        shapes: A tensor of one element's memory in the place of each parameter.
+        blocks: All blocks by name, in the parameters' order.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], *, max_block_bytes: int | None = None) -> None:
         if max_block_bytes is not None and max_block_bytes < 1:
             raise ValueError(f"max_block_bytes={max_block_bytes} must be at least 1, or None")
-        self.shapes: dict[str, torch.Tensor] = {}  # a tensor of one element's memory in the place of each parameter
-        self.blocks: dict[str, Block] = {}  # all blocks by name, in the parameters' order
+        self.shapes: dict[str, torch.Tensor] = {}
+        self.blocks: dict[str, Block] = {}
         for name, tensor in parameters:
             self.shapes[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
             for block in _divide(name, tensor, max_block_bytes):

@@ -36,16 +36,28 @@ ALIVE = Frame({"kind": "alive"})
 
 @dataclass(frozen=True)
 class Training:
-    """What the coordinator answers to a participant that joins."""
+    """What the coordinator answers to a participant that joins.
 
-    generation: int  # number of this start of the whole training
-    snapshot_id: int  # newest snapshot of earlier generations
-    incarnation: int  # how often a participant of this name has joined in this generation before
+    Attributes:
+        generation: Number of this start of the whole training.
+        snapshot_id: Newest snapshot of earlier generations.
+        incarnation: How often a participant of this name has joined in this generation before.
+        streams: Number of streams.
+        shards: Names of all shards, with their addresses.
+        workers: Names of all workers.
+        root: Where the checkpoints are.
+        checkpoint: Path of the one that is loaded, if there is one.
+        options: About cuts.
+    """
+
+    generation: int
+    snapshot_id: int
+    incarnation: int
     streams: int
-    shards: Mapping[str, str]  # their addresses by name
+    shards: Mapping[str, str]
     workers: Sequence[str]
-    root: str  # where the checkpoints are
-    checkpoint: str | None  # path of the one that is loaded, if there is one
+    root: str
+    checkpoint: str | None
     options: CutOptions
 
     def to_content(self) -> dict[str, Any]:

@@ -30,10 +30,15 @@ class PeerLostError(CheckpointError):
 
 
 class Peer(NamedTuple):
-    """Who has sent something."""
+    """Who has sent something.
+
+    Attributes:
+        name: The participant.
+        instance: Which process of that name; empty where that is not known.
+    """
 
     name: str
-    instance: str  # which process of that name; empty where that is not known
+    instance: str
 
 
 Handler = Callable[[Peer, Frame], "Frame | None"]
@@ -43,10 +48,14 @@ class Transport(Protocol):
     """What participants need of a network. Frames may be reordered, duplicated and delayed.
 
     What is lost must be said by ``on_lost``.
+
+    Attributes:
+        name: This participant's name.
+        address: Where others reach it; goes with its name to :meth:`connect` of others.
     """
 
     name: str
-    address: str  # where others reach it; goes with its name to `connect` of others
+    address: str
 
     def start(self, handler: Handler, on_lost: Callable[[Peer], None]) -> None:
         """Begin to receive.

@@ -44,6 +44,7 @@ class RankGroup:
 
     @classmethod
     def alone(cls) -> RankGroup:
+        """Return the group of a process that saves for itself."""
         return cls(0, 1, None, uuid.uuid4().hex[:12])
 
     @classmethod

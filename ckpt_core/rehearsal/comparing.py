@@ -37,13 +37,20 @@ Steps = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What of one subject differs, at the first step at which something does."""
+    """What of one subject differs, at the first step at which something does.
 
-    subject: str  # one of the names in `SUBJECTS`
-    rank: int  # the rank that has noted it
-    number: int  # of the step, as the notes count
-    place: str  # the step for people
-    # For each key that differs there, what the uninterrupted run had and what the resumed one has
+    Attributes:
+        subject: One of the names in ``SUBJECTS``.
+        rank: The rank that has noted it.
+        number: Of the step, as the notes count.
+        place: The step for people.
+        keys: For each key that differs there, what the uninterrupted run had and what the resumed one has.
+    """
+
+    subject: str
+    rank: int
+    number: int
+    place: str
     keys: Mapping[str, tuple[str, str]]
 
 

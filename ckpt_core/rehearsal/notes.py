@@ -215,7 +215,8 @@ def defined_at(thing: Any) -> str | None:
     """Return the name of the class of an object, or of a function, with file and line; None if no user wrote it."""
     while isinstance(thing, functools.partial):
         thing = thing.func
-    code = thing if isinstance(thing, (type, types.FunctionType, types.MethodType)) else type(thing)
+    thing = thing.__func__ if isinstance(thing, types.MethodType) else thing  # whose object must not be kept
+    code = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
     file, line = place_of(code) or ("", 0)
     if not is_users_file(file):
         return None

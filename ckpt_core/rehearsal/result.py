@@ -46,23 +46,33 @@ _LOST = {
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """One resume, compared with the run that was not interrupted."""
+    """One resume, compared with the run that was not interrupted.
 
-    point: str  # why it was saved there: "middle", "epoch-end", ...
+    Attributes:
+        point: Why it was saved there: ``"middle"``, ``"epoch-end"``, ...
+        place: Where that is.
+        steps: How many steps were compared.
+        differences: The first of each subject, the earliest first; empty if the resume was exact.
+        hints: Variables of the script that differ at the first difference.
+        where: By subject, the classes and functions that it depends on, with file and line.
+        said: What the resumed run itself has warned of.
+        failure: The end of its output, if it has failed.
+        ranks: How many ranks resumed, if not as many as had saved; then nothing but the samples is compared.
+        samples: What became of the samples of the epoch that these continued.
+        problem: What is wrong with that.
+    """
+
+    point: str
     place: str
-    steps: int  # how many steps were compared
-    # The first of each subject, the earliest first; empty if the resume was exact
+    steps: int
     differences: tuple[Difference, ...] = ()
-    # Variables of the script that differ at the first difference
     hints: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    # By subject, the classes and functions that it depends on, with file and line
     where: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    said: tuple[str, ...] = ()  # what the resumed run itself has warned of
-    failure: str | None = None  # the end of its output, if it has failed
-    # How many ranks resumed, if not as many as had saved; then nothing but the samples is compared
+    said: tuple[str, ...] = ()
+    failure: str | None = None
     ranks: int | None = None
-    samples: str = "-"  # what became of the samples of the epoch that these continued
-    problem: str | None = None  # what is wrong with that
+    samples: str = "-"
+    problem: str | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -72,14 +82,22 @@ class Resumed:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a rehearsal has found."""
+    """What a rehearsal has found.
+
+    Attributes:
+        command: What was run.
+        steps: Steps of the run that was not interrupted.
+        subjects: What was compared.
+        resumes: The resumes.
+        missed: Points that did not occur.
+        repeats: ``subject:key`` in which two resumes from the same checkpoint differ; None if that was not asked.
+    """
 
     command: Sequence[str]
-    steps: int  # steps of the run that was not interrupted
+    steps: int
     subjects: tuple[str, ...]
     resumes: tuple[Resumed, ...]
-    missed: tuple[str, ...] = ()  # points that did not occur
-    # `subject:key` in which two resumes from the same checkpoint differ; None if that was not asked
+    missed: tuple[str, ...] = ()
     repeats: frozenset[str] | None = None
 
     @property

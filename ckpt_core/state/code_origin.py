@@ -45,9 +45,10 @@ def is_users_file(file: str | None) -> bool:
 def place_of(code: Any) -> tuple[str, int] | None:
     """Return file and line of a class or function, for which its whole file is parsed; None if it has no source."""
     try:
-        return str(inspect.getsourcefile(code)), inspect.getsourcelines(code)[1]
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return None
+    return None if file is None else (file, line)
 
 
 def is_users_class(kind: type) -> bool:

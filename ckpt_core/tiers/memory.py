@@ -338,12 +338,19 @@ class MemoryTier:
 
 @dataclasses.dataclass(frozen=True)
 class RunInMemory:
-    """The snapshots of one run."""
+    """The snapshots of one run.
+
+    Attributes:
+        directory: Where they are.
+        run: The directory of the run's checkpoints; empty if that is not known.
+        bytes: How much memory they take.
+        is_alive: Whether the run is under way.
+    """
 
     directory: str
-    run: str  # the directory of the run's checkpoints; empty if that is not known
-    bytes: int  # of memory
-    is_alive: bool  # whether the run is under way
+    run: str
+    bytes: int
+    is_alive: bool
 
     def __str__(self) -> str:
         return f"{self.directory} ({size_in_words(self.bytes)}, of {self.run or 'an unknown run'})"

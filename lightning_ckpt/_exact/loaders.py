@@ -113,7 +113,7 @@ class TrainingLoader(LoaderTracker):
         if problem is not None:
             return {"problem": problem}
         batches, division = self._batches, self.division
-        if division is None and _is_torchdatas(batches.sampler, RandomSampler.__name__):
+        if division is None and _is_of_torchdata(batches.sampler, RandomSampler.__name__):
             return {"problem": "the order that a RandomSampler of torchdata has drawn is not known"}
         replicas, _, _ = self._place(batches.sampler)
         found: dict[str, Any] = {"length": len(self.loader.dataset), "samples": batches.batch_size * replicas}
@@ -127,17 +127,17 @@ class TrainingLoader(LoaderTracker):
             return "an iterable dataset divides itself, so its position cannot be used with another number of ranks"
         if self.method == "load":
             return "the dataset has its own state, which cannot be used with another number of ranks"
-        is_counted = RemainingBatches.counts_samples(self._batches) or _is_torchdatas(self._batches, "BatchSampler")
+        is_counted = RemainingBatches.counts_samples(self._batches) or _is_of_torchdata(self._batches, "BatchSampler")
         if not is_counted:
             return f"the position of a {type(self._batches).__name__} cannot be used with another number of ranks"
         sampler = self._batches.sampler
-        if type(sampler) is DistributedSampler or _is_torchdatas(sampler, "StatefulDistributedSampler"):
+        if type(sampler) is DistributedSampler or _is_of_torchdata(sampler, "StatefulDistributedSampler"):
             return None
         if self._world_size > 1:
             return f"a {type(sampler).__name__} gives each rank an order of its own"
         if type(sampler) is SequentialSampler:
             return None
-        is_random = type(sampler) is RandomSampler or _is_torchdatas(sampler, RandomSampler.__name__)
+        is_random = type(sampler) is RandomSampler or _is_of_torchdata(sampler, RandomSampler.__name__)
         if is_random and not sampler.replacement and sampler.num_samples == len(self.loader.dataset):
             return None
         return f"the order that a {type(sampler).__name__} makes cannot be divided over another number of ranks"
@@ -196,7 +196,7 @@ class TrainingLoader(LoaderTracker):
             restore_counters(self.sampler.inner, seeds)
 
 
-def _is_torchdatas(sampler: Any, name: str) -> bool:
+def _is_of_torchdata(sampler: Any, name: str) -> bool:
     kind = type(sampler)
     return kind.__name__ == name and kind.__module__.startswith("torchdata.")
 
