@@ -18,6 +18,7 @@ from ckpt_core.threads import Latch, run_parallel
 
 HOST_PIECE = 8 * 2**20  # bytes: about half a millisecond, which is what threads may end apart
 _SMALL = 2**16  # bytes: to let go of the GIL for less takes longer than to copy it
+_WORTH_THE_GIL = 2 * 2**20  # bytes: threads that copy less at a time keep taking the GIL from the one that pickles
 _MOST_THREADS = 8  # more do not copy faster
 
 _move_small = ctypes.PyDLL(None).memmove  # which keeps the GIL
@@ -41,6 +42,9 @@ class HostCopy:
         moves, self._moves = self._moves, []
         threads = min(max(2, torch.get_num_threads()), _MOST_THREADS, 1 + len(moves))
         try:
+            if meanwhile is not None and sum(map(_size, moves)) < len(moves) * _WORTH_THE_GIL:
+                meanwhile()
+                meanwhile = None
             run_parallel(_copy, _batches(moves), threads=threads, meanwhile=meanwhile)
             self._is_whole = True
         finally:
@@ -66,11 +70,15 @@ class HostCopy:
             raise ImageAbandonedError("the state could not be copied")
 
 
+def _size(move: Move) -> int:
+    return move[2] if len(move) == 4 else move[1].nbytes
+
+
 def _batches(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
     """Divide what is to be copied into batches that take about as long."""
     begin, nbytes = 0, 0
     for index, move in enumerate(moves, start=1):
-        nbytes += move[2] if len(move) == 4 else move[1].nbytes
+        nbytes += _size(move)
         if nbytes >= HOST_PIECE:
             yield moves[begin:index]
             begin, nbytes = index, 0
