@@ -90,8 +90,13 @@ class FetchHistory(Generic[Moment]):
 
     def was_read(self, fetch: int, before: RngState) -> None:
         """Note that a batch was read that a resume would read again; ``before`` are the generators from before it."""
-        if fetch < _FETCHES_THAT_SHOW_DRAWS:
+        if self.is_watched(fetch):
             self.draws_while_reading |= not before.same_as(RngState.capture())
+
+    @staticmethod
+    def is_watched(fetch: int) -> bool:
+        """Return whether this is one of the fetches that show it."""
+        return fetch < _FETCHES_THAT_SHOW_DRAWS
 
 
 def has_no_dataset_state(state: Any) -> bool:

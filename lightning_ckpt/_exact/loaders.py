@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
@@ -219,6 +219,23 @@ class _Rest:
     division: EpochShare | None
 
 
+class _WatchedIterator:
+    """Tells of each batch that is read from ``inner`` which generators there were before it."""
+
+    def __init__(self, inner: Iterator[Any], was_read: Callable[[RngState], None]) -> None:
+        self.inner = inner
+        self._was_read = was_read
+
+    def __iter__(self) -> _WatchedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        before = RngState.capture()
+        batch = next(self.inner)
+        self._was_read(before)
+        return batch
+
+
 class TrainingData:
     """The training loaders of one Trainer.
 
@@ -313,18 +330,35 @@ class TrainingData:
         self._before_fetch(moment.rng)
         before = list(self._internals.iterators(self._combined))
         self.attempts += 1
-        batch = fetch()
+        with self._watched_reading(moment.index):
+            batch = fetch()
         if self.taken is not None:
             self.taken += 1
         for number, iterator in enumerate(self._internals.iterators(self._combined)):
             if iterator is not before[number]:
                 self._trackers[number].restarted(moment.index, moment.marks[number])
-        if any(tracker.method == "replay" and tracker.workers == 0 for tracker in self._trackers):
-            self._history.was_read(moment.index, moment.rng)
         if self.after_fetch is not None:
             # without its number and that of the loader
             self.after_fetch(moment.index, None if self._is_read_in_a_thread else moment.rng, batch[0])
         return batch
+
+    @contextlib.contextmanager
+    def _watched_reading(self, index: int) -> Iterator[None]:
+        """See meanwhile whether loaders that a resume would read again draw from the generators of this process."""
+        iterators = self._internals.iterators(self._combined)
+        watched = {
+            number: _WatchedIterator(iterator, functools.partial(self._history.was_read, index))
+            for number, (tracker, iterator) in enumerate(zip(self._trackers, iterators, strict=False))
+            if tracker.method == "replay" and tracker.workers == 0 and self._history.is_watched(index)
+        }
+        for number, iterator in watched.items():
+            iterators[number] = iterator
+        try:
+            yield
+        finally:
+            for number, iterator in watched.items():
+                if iterators[number] is iterator:  # and not a new one after the end of its data
+                    iterators[number] = iterator.inner
 
     @property
     def _is_read_in_a_thread(self) -> bool:

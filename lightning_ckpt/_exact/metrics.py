@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -240,4 +242,39 @@ def _decode_result(
     result._forward_cache = saved["last"].to(device) if saved["last"] is not None else None
     result._update_count = saved["updates"]
     result.has_reset = saved["has_reset"]
+    result.meta.__class__, result.meta.of = _restored(module._Metadata), result
     return result
+
+
+@functools.cache
+def _restored(kind: Any) -> Any:
+    """Return a kind of ``_Metadata`` that becomes what the script says when it logs the value again.
+
+    Lightning compares what ``self.log`` is called with to what it was called with before, and refuses another
+    ``prog_bar``. Here, that was another run: the script may have been changed since.
+    """
+
+    class Restored(kind):  # type: ignore[misc]
+        of: Any  # the value that this is of
+
+        def __eq__(self, now: Any) -> bool:
+            if type(now) is not kind:
+                return NotImplemented
+            result = self.of
+            is_as_before = self.reduce_fx is now.reduce_fx and self.metric_attribute == now.metric_attribute
+            if is_as_before and self.on_epoch >= now.on_epoch:
+                result.meta = now
+            else:
+                warnings.warn(
+                    f"this resume is not exact: self.log({self.name!r}) has another reduce_fx, on_epoch or metric than "
+                    "when the checkpoint was saved, so its value over this epoch is that of the batches since then",
+                    stacklevel=2,
+                )
+                device = result.device
+                type(result).__init__(result, now, now.metric_attribute is None)
+                result.to(device)
+            return True
+
+        __hash__ = kind.__hash__
+
+    return Restored

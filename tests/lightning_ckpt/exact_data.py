@@ -98,6 +98,7 @@ def make_loader(kind: str, workers: int = 0, rank: int = 0, world: int = 1) -> A
         "stream": lambda: DataLoader(Stream(), **kw),
         "persistent_stream": lambda: DataLoader(Stream(), persistent_workers=True, **kw),
         "quiet_stream": lambda: DataLoader(QuietStream(), **kw),
+        "beside_stream": lambda: [DataLoader(samples, shuffle=True, **kw), DataLoader(QuietStream(), **kw)],
         "own_loader": OwnLoader,
         "own_stateful_loader": OwnStatefulLoader,
         "dict": lambda: {

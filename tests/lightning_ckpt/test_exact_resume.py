@@ -142,6 +142,7 @@ LOADERS = [
     loader("stream", 2),
     loader("stream", 2, count=LAST),
     loader("quiet_stream", 0),
+    *(loader("beside_stream", 0, count=count) for count in (1, MID)),
     loader("own_loader", 0),
     *(loader("own_stateful_loader", 0, count=count) for count in (1, LAST, MID)),
     loader("own_stateful_loader", 0, "on_train_epoch_end", 1),

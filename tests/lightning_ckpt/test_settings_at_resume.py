@@ -176,3 +176,42 @@ def test_another_loader(changed: dict[str, Any], told: str | None, tmp_path: Pat
     _, warned = fit(tmp_path, options=changed, callbacks=[], ckpt_path=save.path)
     assert len(warned) == (told is not None)
     assert told is None or told in warned[0]
+
+
+class Logging(Loading):
+    """Logs how many batches of the epoch are done, as told."""
+
+    def __init__(self, **told: Any) -> None:
+        super().__init__({})
+        self.told = told
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("done", float(batch_idx + 1), batch_size=1, **self.told)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected", "is_said"),
+    [
+        ({}, {}, {"done_epoch": 4.5}, False),
+        ({}, {"prog_bar": True}, {"done_epoch": 4.5}, False),
+        ({}, {"on_step": False}, {"done": 4.5}, False),
+        ({"reduce_fx": "sum"}, {"reduce_fx": "sum", "enable_graph": True}, {"done_epoch": 36}, False),
+        ({}, {"reduce_fx": "sum"}, {"done_epoch": 4 + 5 + 6 + 7 + 8}, True),
+        ({"on_epoch": False}, {}, {"done_epoch": 6}, True),
+    ],
+)  # fmt: skip
+def test_another_way_of_logging(
+    before: dict[str, Any], now: dict[str, Any], expected: dict[str, float], is_said: bool, tmp_path: Path
+) -> None:
+    at_first: dict[str, Any] = {"on_step": True, "on_epoch": True}
+    save = SaveAt("on_train_batch_end", 3, tmp_path / "saved.ckpt")
+    make_trainer(tmp_path, [save], max_epochs=1).fit(Logging(**{**at_first, **before}))
+    trainer = make_trainer(tmp_path, [], max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Logging(**{**at_first, **now}), ckpt_path=save.path)
+    assert {name: float(trainer.callback_metrics[name]) for name in expected} == expected
+    said = [str(w.message) for w in caught if "exact" in str(w.message)]
+    assert len(said) == is_said
+    assert not is_said or "self.log('done') has another reduce_fx, on_epoch or metric" in said[0]
