@@ -162,7 +162,7 @@ class Look:
             return
         self._seen.add(id(value))
         if is_generator(value):
-            yield path, STAYS, repr(capture_generator(value)), owner
+            yield path, STAYS, capture_generator(value), owner
         elif isinstance(value, (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)):
             yield path, STAYS, _state_of(value), owner
         elif isinstance(value, torch.nn.Parameter):
