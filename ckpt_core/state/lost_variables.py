@@ -310,6 +310,10 @@ class Variables:
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
                 return False
+        # the load has restored it, and what comes between two epochs has set it back in both runs
+        was_restored = self._saved["between"] and self._at_load.get(key) == noted[0]
+        if was_restored and any(source.is_set_to_a_literal(name) for name in names if source):
+            return False
         # an epoch, or what comes next, may begin with it anew
         if self._saved["between"] and self._saved["passes"]:
             return key not in self._saved["anew"]

@@ -111,6 +111,10 @@ class Source:
         found = self._reader.resets.get(name, set())
         return any(to in (first, _ANY) and (by is None or by in self._reader.called) for to, by in found)
 
+    def is_set_to_a_literal(self, name: str) -> bool:
+        """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
+        return name in self._reader.set_to
+
     def is_logged(self, name: str) -> bool:
         """Whether a value, or what comes of it, is handed to a tracker."""
         return any(one in self._reader.logged for one in self._comes_to(name))

@@ -152,6 +152,20 @@ def has_an_optimizer_of_its_own(of: Training) -> None:
             of.save("middle")
 
 
+def sets_what_it_registers_back_on_a_condition(of: Training) -> None:
+    patience, count = Patience(), 0
+    of.accelerator.register_for_checkpointing(patience)
+    of.resume()
+    for _ in range(3):
+        if count % 3 == 0:
+            patience.best = math.inf
+        for batch in of.loader:
+            patience.update(of.step(batch))
+            of.save("middle")
+        of.set_rate(patience.best)
+        of.save("end")
+
+
 def has_an_object_that_is_updated_at_ends(of: Training) -> None:
     patience = Patience()
     of.resume()
@@ -553,7 +567,7 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         train(Training(directory, source))
     found = [str(w.message) for w in caught if "begins without variables of the script" in str(w.message)]
     assert len(found) <= 1
-    return re.findall(r"`([\w.]+)` of (?:[^`]*test_lost_variables.py|Waits)", found[0]) if found else []
+    return re.findall(r"`([\w.]+)` of (?:[^`]*test_lost_variables.py|Waits|Patience)", found[0]) if found else []
 
 
 @pytest.mark.parametrize(
@@ -566,6 +580,7 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         (keeps_an_average_that_the_resume_makes_of_other_weights, "middle", ["average.shadow"]),
         (has_an_optimizer_of_its_own, "middle", ["of.other"]),
         (has_an_object_that_is_updated_at_ends, "end", ["patience.best"]),
+        (sets_what_it_registers_back_on_a_condition, "middle", ["best"]),
         (has_a_meter, "middle", ["meter.sum", "meter.count"]),
         (has_a_total_of_all_epochs, "end", ["totals.loss.all", "totals.loss.number"]),
         (keeps_metrics_in_a_dictionary, "middle", ["metrics.loss", "metrics.best", "metrics.seen"]),
@@ -601,6 +616,7 @@ def test_lost_variables_are_named_at_the_resume(
         (skips_by_itself, "middle"),
         (begins_epochs_anew, "end"),
         (trains_for_some_steps, "middle"),
+        (sets_what_it_registers_back_on_a_condition, "end"),
     ],
 )
 def test_what_the_script_restores_or_sets_anew_is_not_named(

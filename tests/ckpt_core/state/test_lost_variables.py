@@ -289,7 +289,9 @@ OF_LIBRARIES = {
     "taken": in_a_library(lambda: filled_queue(1, 2), lambda one: one.get()),
     "read-only view": in_a_library(vars_of_a_new_class, lambda one: one["add"](2)),
     "sparse": in_a_library(lambda: torch.eye(2).to_sparse(), lambda one: one.mul_(2)),
-    "generator of torch": in_a_library(lambda: torch.Generator().manual_seed(3), lambda one: torch.rand(1, generator=one)),
+    "generator of torch": in_a_library(
+        lambda: torch.Generator().manual_seed(3), lambda one: torch.rand(1, generator=one)
+    ),
     "generator of NumPy": in_a_library(lambda: np.random.default_rng(3), lambda one: one.random()),
     "old generator of NumPy": in_a_library(lambda: np.random.RandomState(3), lambda one: one.rand()),
     "generator of Python": in_a_library(lambda: random.Random(3), lambda one: one.random()),
