@@ -77,6 +77,7 @@ class LoaderPositions:
         self._unless_evaluated: tuple[str, set[int]] | None = None
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
+        self._rng_in_body: RngState | None = None  # at the first save in the body of a training's batch
         self.recording: Recording | None = None
         self.before_epoch: Callable[[], None] | None = None
         self.before_offer: Callable[[], None] | None = None
@@ -252,6 +253,18 @@ class LoaderPositions:
         if self.before_offer is not None:
             self.before_offer()
 
+    def asks(self, position: LoaderPosition) -> None:
+        """Note that the script is done with a batch's body; warn if a resume would not repeat what it draws."""
+        if self._rng_in_body is None or not position.has_trained:
+            return
+        rng, self._rng_in_body = self._rng_in_body, None
+        if not rng.same_as(RngState.capture()):
+            self._say_once(
+                "the script has drawn random numbers after save_state, in what was left of the batch's body (an "
+                "evaluation draws some): a resume from there continues with the next batch and does not draw them, "
+                "so it is not exact (save at the end of the loop's body)"
+            )
+
     def leaves(self) -> None:
         """Note that the script leaves a loop before its end."""
         if self.before_leaving is not None:
@@ -259,8 +272,10 @@ class LoaderPositions:
 
     def begins(self, position: LoaderPosition) -> None:
         """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""
-        if self.before_epoch is not None and position.has_trained:
-            self.before_epoch()
+        if position.has_trained:
+            self._rng_in_body = None  # that loop was left
+            if self.before_epoch is not None:
+                self.before_epoch()
         position.outlasted_by.clear()
         for other in self._positions:
             other.outlasted_by.pop(position, None)
@@ -339,7 +354,8 @@ class LoaderPositions:
             None if position is None else self._capture(position, as_over=evaluated)
             for position, evaluated in zip(positions, evaluates, strict=True)
         ]
-        if any(position is not None and position.leaves_one_out for position in positions):
+        leaves_one_out = any(position is not None and position.leaves_one_out for position in positions)
+        if leaves_one_out:
             self._say_once(
                 "save_state was called after the script took a batch, but before it used it: a resume skips that "
                 "batch (save at the end of the loop's body)"
@@ -349,6 +365,9 @@ class LoaderPositions:
         read_ahead = any(position is not None and position.is_read_ahead for position in positions)
         if read_ahead:
             self._say_once(f"{_READ_AHEAD} when save_state was called: a resume leaves out {_UNUSED}")
+        is_told = leaves_one_out or read_ahead or any(evaluates)
+        if is_inside and trains and not is_told and self._rng_in_body is None:
+            self._rng_in_body = rng
         for number in self._superseded(loaders):
             loaders[number] = None
         rng.restore()
@@ -435,7 +454,7 @@ class LoaderPositions:
             causes.append(_REPEATED)
         if state.get("read_ahead"):
             causes.append(f"{_READ_AHEAD} when it was saved: the resume leaves out {_UNUSED}")
-        self._waiting, self._causes = {}, causes
+        self._waiting, self._causes, self._rng_in_body = {}, causes, None
         positions = self._all()
         self._waiting = {number: saved for number, saved in enumerate(state["loaders"]) if saved}
         self._restored_rng, self._uses_at_restore = rng, self.uses.count

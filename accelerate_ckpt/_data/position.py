@@ -63,6 +63,9 @@ class Run(Protocol):
     def watch_models(self) -> None:
         """Note the next forward pass."""
 
+    def asks(self, position: LoaderPosition) -> None:
+        """Note that the script asks for a batch, and is done with the one before it."""
+
     def leaves(self) -> None:
         """A loop is left before its end."""
 
@@ -142,7 +145,7 @@ class LoaderPosition:
         yielded, over = False, False
         batches = begin()
         try:
-            while (batch := next(batches, _OVER)) is not _OVER:
+            while (batch := self._next(batches)) is not _OVER:
                 yielded = True
                 if not self._made:
                     raise not_as_known("it does not make the iterator of the inner loader where it did")
@@ -185,6 +188,10 @@ class LoaderPosition:
                 if over and self._resumed is not None and not yielded:
                     # only other ranks had a batch left, and Accelerate does not count an empty iteration
                     self.loader.iteration += 1
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        self._run.asks(self)
+        return next(batches, _OVER)
 
     def _now_iterating(self) -> int:
         self._iteration_number += 1

@@ -1,4 +1,4 @@
-"""Evaluations: one that draws after an epoch's last save, and one inside of which is saved, are said at the resume."""
+"""Evaluations: one that draws after an epoch's last save, or a batch's, and one inside of which is saved, are said."""
 
 from __future__ import annotations
 
@@ -142,3 +142,52 @@ def test_an_evaluation_in_which_is_saved_is_said_and_the_next_one_is_whole(
     assert ["saved inside an evaluation, whose rest is skipped" in text for text in again["said"]] == (
         [True] if inside else []
     )
+
+
+BODY = """
+    import logging
+    from torch.utils.data import DataLoader
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    said = []
+    logging.getLogger("accelerate_ckpt").addHandler(Keep(logging.WARNING))
+    accelerator = attach(Accelerator(), "sync")
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.arange(96.0).view(24, 4) / 96
+    evaluation = DataLoader(data, 8)
+    model, optimizer, train = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(data, 4, shuffle=True)
+    )
+    for epoch in range(2):
+        for step, x in enumerate(train):
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates == "before" and step % 3 == 2:
+                list(evaluation)
+            if step % 2 == 1 and step < 5:
+                accelerator.save_state(f"{path}/{epoch}{step}")
+            if evaluates == "in other bodies" and step % 2 == 0:
+                list(evaluation)
+            if evaluates == "after" and step % 3 == 0:
+                list(evaluation)
+            if evaluates == "after another load" and step == 3:
+                accelerator.load_state(f"{path}/{epoch}1")
+            if evaluates == "after a break" and step == 3:
+                break
+        list(evaluation)
+    accelerator.end_training()
+    tell(said=said)
+"""
+
+
+@pytest.mark.parametrize("evaluates", ["before", "in other bodies", "after", "after another load", "after a break"])
+def test_an_evaluation_after_a_save_in_a_body_is_said_by_the_run_that_saves(
+    ranks: Ranks, tmp_path: Path, evaluates: str
+) -> None:
+    (found,) = ranks.run(BODY, 1, path=str(tmp_path), evaluates=evaluates)
+    assert found.error is None, found.message
+    expected = [True] if evaluates == "after" else []
+    assert ["in what was left of the batch's body" in text for text in found.told["said"]] == expected
