@@ -7,6 +7,7 @@ import errno
 import os
 from typing import Any
 
+from ckpt_core._layouts.directory.files import Files
 from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.directory.manifest import read_stamp as read_stamp_of_manifest
 from ckpt_core._layouts.torch_file.loading import (
@@ -83,8 +84,8 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
 
     def read(place: Storage, name: str) -> Stamp:
         if is_directory:
-            with place.open(f"{name}/{MANIFEST_NAME}") as reader:
-                stamp = read_stamp_of_manifest(reader.read_whole(), path=reader.path)
+            files = Files(name, place)
+            stamp = read_stamp_of_manifest(files.read_manifest(), path=files.path_of(MANIFEST_NAME))
             if stamp.committed is None and stamp.step is None:
                 with DirectoryReader(name, place) as checkpoint:
                     stamp = Stamp(step=step_in(checkpoint.metadata, depth=_DEPTH))

@@ -195,11 +195,7 @@ def find(
     storage = storage_for(place, storage_options)
     is_file = os.path.isfile(place) if not is_remote(place) else False
     if is_file or is_directory_checkpoint(storage, place):
-        try:
-            return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
-        except CheckpointNotFoundError:
-            if not os.path.isdir(place):
-                raise  # otherwise its manifest is a pipe or a socket
+        return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
     found = _read_of(Catalog(place, suffix="", storage_options=storage_options).checkpoints(), storage, failures)
     kept = [info for info in found if info.is_directory or info.path.endswith(_ENDING)]
     if not found:

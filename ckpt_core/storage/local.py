@@ -21,7 +21,7 @@ from typing import Any
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.option_checks import check_options, check_switch
 from ckpt_core.storage import local_directory, permissions
-from ckpt_core.storage.base import Claim, FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.base import MANIFEST_NAME, Claim, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.failures import existing_directory, storage_error
 from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
@@ -330,13 +330,18 @@ class LocalStorage(Storage):
         return infos
 
     def _committed(self, path: str) -> Sequence[FileInfo]:
+        size = 0
         try:
-            return super()._committed(path)
+            found = super()._committed(path)
+            if found or not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
+                return found
+            size = sum(file.size for file in self.list(path))
         except StorageError:
-            # It may be a checkpoint: whoever looks for one passes over it and says why, and finds the others.
-            with contextlib.suppress(OSError):
-                return [FileInfo(path, 0, os.stat(path).st_mtime)]
-            return []
+            pass
+        # It may be a checkpoint: whoever looks for one passes over it and says why, and finds the others.
+        with contextlib.suppress(OSError):
+            return [FileInfo(path, size, os.stat(path).st_mtime)]
+        return []
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
         parts = unfinished(directory)

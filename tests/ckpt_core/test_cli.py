@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -417,12 +418,20 @@ def test_a_hint_looks_into_no_more_than_some_directories_below(
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_a_directory_whose_manifest_is_no_file_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "d").mkdir()
-    os.mkfifo(tmp_path / "d" / "manifest.json")
-    assert main(["ls", str(tmp_path / "d")]) == 0 and main(["ls", "-r", str(tmp_path)]) == 0
-    no_checkpoints = (f"no checkpoints in {tmp_path / 'd'}\n", f"no checkpoints in or below {tmp_path}\n")
-    assert capsys.readouterr() == ("", "".join(no_checkpoints))
+@pytest.mark.parametrize("instead", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_a_directory_whose_manifest_is_no_file_is_damaged(
+    instead: Callable[[Path], None], directories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = directories / "step=1"
+    (checkpoint / "manifest.json").unlink()
+    instead(checkpoint / "manifest.json")
+    for path in (checkpoint, directories):
+        assert main(["ls", str(path)]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.endswith(str(checkpoint)))
+        assert "DAMAGED" in line and " 0 B " not in line
+        assert main(["verify", str(path), "--json"]) == 1
+        states = {found["path"]: found["state"] for found in json.loads(capsys.readouterr().out)}
+        assert states[str(checkpoint)] == "damaged"
 
 
 @pytest.mark.parametrize("name", ["a.ckpt", "step=1", "./step=1/"])

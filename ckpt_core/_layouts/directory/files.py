@@ -11,12 +11,19 @@ from ckpt_core._layouts.directory.contents import Shard
 from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
 from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES
 from ckpt_core.digest import digest, digest_of_parts
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt_core.storage.base import CountingReader, FileReader, Storage
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from ckpt_core.storage.base import MANIFEST_NAME, CountingReader, FileReader, Storage
 from ckpt_core.threads import run_parallel
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
-_NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ENXIO)  # a directory, a file in place of the folder, a pipe or socket
+# A directory, a file in place of the folder, a pipe or socket, a link that leads to itself.
+_NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ELOOP)
 _MOST_OPEN = 64  # files: the system's limit is for all that a process has open
 _LARGEST_WHOLE = 2**31  # bytes
 _READ = 4 * 2**20  # bytes read at a time for a digest
@@ -71,6 +78,36 @@ class Files:
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self.bytes_read += nbytes
+
+    def read_manifest(self) -> bytes:
+        """Return the bytes of the manifest.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointFormatError: The directory is a file.
+            CheckpointCorruptedError: Something else has its name.
+        """
+        try:
+            with self.open(MANIFEST_NAME) as reader:
+                return reader.read_whole()
+        except StorageError as error:
+            if error.errno == errno.ENOTDIR:
+                raise CheckpointFormatError(
+                    f"{self._directory} is a file, but a checkpoint directory was expected",
+                    path=self._directory,
+                    remedy="load it with ckpt_core.Checkpointer, SyncCheckpointIO or AsyncCheckpointIO, or pass the "
+                    "path of a directory",
+                ) from error
+            if error.errno not in _NO_FILE:
+                raise
+            message = "the checkpoint's manifest is missing, and something else has its name"
+            raise _corrupted(message, self.path_of(MANIFEST_NAME)) from error
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint at {self._directory}: it has no {MANIFEST_NAME}, which is written last",
+                path=self._directory,
+                remedy="check the path; a save that did not finish leaves none",
+            ) from error
 
     def _open_named(self, name: str) -> FileReader:
         """Open a file that the manifest names, if it is as large as the manifest says."""

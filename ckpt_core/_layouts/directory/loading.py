@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from ckpt_core._layouts.directory.skeleton import decode_plain
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._plan import LocalTensor
 from ckpt_core.buffers import buffers_for
-from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
+from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME, Storage
 from ckpt_core.threads import run_parallel
@@ -74,7 +73,7 @@ class DirectoryReader:
         self.path = path.rstrip("/") if len(path) > 1 else path
         self._weights_only = weights_only
         self._files = Files(self.path, storage)
-        data = self._read_manifest()
+        data = self._files.read_manifest()
         manifest = Manifest.decode(data, path=self._files.path_of(MANIFEST_NAME))
         self._manifest = manifest
         self._contents = Contents(manifest, self.path)
@@ -85,26 +84,6 @@ class DirectoryReader:
         self.stamp = manifest.stamp
         self.files = self._files.sizes
         self.size = len(data) + sum(self.files.values())
-
-    def _read_manifest(self) -> bytes:
-        try:
-            with self._files.open(MANIFEST_NAME) as reader:
-                return reader.read_whole()
-        except StorageError as error:
-            if error.errno != errno.ENOTDIR:
-                raise
-            raise CheckpointFormatError(
-                f"{self.path} is a file, but a checkpoint directory was expected",
-                path=self.path,
-                remedy="load it with ckpt_core.Checkpointer, SyncCheckpointIO or AsyncCheckpointIO, or pass the "
-                "path of a directory",
-            ) from error
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"there is no checkpoint at {self.path}: it has no {MANIFEST_NAME}, which is written last",
-                path=self.path,
-                remedy="check the path; a save that did not finish leaves none",
-            ) from error
 
     def __enter__(self: Opened) -> Opened:
         return self
