@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.parser import STORE_OPTIONS
@@ -259,8 +259,15 @@ def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
     return total
 
 
+def concerns_others(error: CheckpointError, path: str) -> bool:
+    """Return whether what is wrong with one of several paths or URLs is wrong with the others, too: of a store."""
+    from ckpt_core.storage import is_remote
+
+    return isinstance(error, StorageError) and is_remote(path)
+
+
 def find_all(
-    paths: Iterable[str],
+    paths: Sequence[str],
     storage_options: dict[str, Any] | None,
     *,
     recursive: bool = False,
@@ -268,11 +275,18 @@ def find_all(
 ) -> list[Found]:
     """Return what is at each of several paths or URLs and, with ``recursive``, in the directories below them.
 
-    ``failures``, if given, receives by path why directories below cannot be read, instead of raising it.
+    ``failures``, if given, receives by path why directories below, or one of several paths, cannot be read, instead of
+    raising it.
     """
     places = []
     for path in paths:
-        found = find(path, storage_options, failures=failures)
+        try:
+            found = find(path, storage_options, failures=failures)
+        except CheckpointError as error:
+            if failures is None or len(paths) == 1 or concerns_others(error, path):
+                raise
+            failures[path] = error
+            continue
         places.append(found)
         if recursive and not found.is_checkpoint:
             places += walk(path, storage_options, failures=failures)

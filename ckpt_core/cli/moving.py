@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find, find_all, refuse_checkpoint, refuse_itself, state_of
+from ckpt_core.cli.finding import concerns_others, find, find_all, refuse_checkpoint, refuse_itself, state_of
 from ckpt_core.cli.output import complain, print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.console import beside_bars
@@ -95,13 +95,18 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     is_many = len(options.sources) > 1
     for source in options.sources:
         closed = len(failures)
-        found = find(source, options.storage_options, failures=failures)
-        if not found.checkpoints and len(failures) == closed:
-            raise CheckpointError(found.hint(options.storage_options), path=source)
+        try:
+            found = find(source, options.storage_options, failures=failures)
+            if not found.checkpoints and len(failures) == closed:
+                raise CheckpointError(found.hint(options.storage_options), path=source)
+        except CheckpointError as error:
+            if not is_many or concerns_others(error, source):
+                raise
+            failures[source] = error
+            continue
         is_many = is_many or not found.is_checkpoint
-        if not found.is_checkpoint:
-            for info in found.checkpoints:
-                state_of(info, options.storage_options, failures=failures)
+        for info in found.checkpoints if is_many else []:
+            state_of(info, options.storage_options, failures=failures)
         # The newest last, so that an interruption leaves an older one behind.
         infos += [info for info in reversed(found.checkpoints) if info.path not in failures]
     into = is_many or given.endswith("/") or _is_plain_directory(given, target_options)
@@ -115,16 +120,14 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
                 is_new = _transfer(info, target, options.storage_options, target_options, options.force)
                 if removes:
                     _remove(info, target, options.storage_options, target_options)
-            except (CheckpointCorruptedError, CheckpointNotFoundError) as error:
-                if len(infos) == 1 and not failures:
-                    raise
-                failures[info.path] = error  # damaged, or deleted meanwhile
-                continue
             except CheckpointError as error:
-                if not done:
+                is_refused = isinstance(error, StorageError)  # by the store: the others would be, too
+                if not done if is_refused else len(infos) == 1 and not failures:
                     raise
-                failures[info.path] = error  # of the store: the others would fail, too
-                break
+                failures[info.path] = error
+                if is_refused:
+                    break
+                continue  # damaged, no checkpoint, or deleted meanwhile
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"

@@ -379,6 +379,29 @@ def test_what_is_damaged_holds_up_no_copy_of_the_others(verb: str, home: Path, c
     assert sorted(os.listdir("run")) == (["b.ckpt"] if verb == "mv" else ["a.ckpt", "b.ckpt", "c"])
 
 
+@pytest.mark.parametrize("verb", ["cp", "mv"])
+def test_what_is_no_checkpoint_holds_up_no_copy_of_the_others(verb: str, home: Path, capsys: Capture) -> None:
+    (home / "run" / "0.ckpt").symlink_to("nowhere")
+    (home / "run" / "0.txt").write_text("notes")
+    (home / "run" / "0").mkdir()
+    assert main([verb, *(f"run/{name}" for name in sorted(os.listdir("run"))), "new", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert [entry["target"] for entry in json.loads(captured.out)] == ["new/a.ckpt", "new/b.ckpt", "new/c"]
+    for name in ("0", "0.ckpt", "0.txt"):
+        assert captured.err.count(f"run/{name}\n") == 1
+    assert sorted(os.listdir("new")) == ["a.ckpt", "b.ckpt", "c"]
+
+
+@pytest.mark.parametrize("verb", ["ls", "du"])
+@pytest.mark.usefixtures("home")
+def test_what_is_not_there_hides_none_of_the_others(verb: str, capsys: Capture) -> None:
+    assert main([verb, "gone.ckpt", "run/a.ckpt", "--json"]) == 1
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert [found["path"] for found in (document["checkpoints"] if verb == "du" else document)] == ["run/a.ckpt"]
+    assert "no such file, directory or bucket: gone.ckpt\n" in captured.err
+
+
 @pytest.mark.parametrize("name", ["a.ckpt", "c"])
 def test_ctrl_c_in_a_copy_leaves_nothing_behind(name: str, home: Path) -> None:
     codes = []
