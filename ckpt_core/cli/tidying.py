@@ -313,7 +313,7 @@ def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None])
         path = info.path.rstrip("/")
         act(path, storage_for(path, options.storage_options))
         if not options.json:
-            print(f"{'pinned' if pins else 'unpinned'} {printable(path)}")
+            print(f"{'pinned' if pins else 'unpinned' if info.is_pinned else 'was not pinned:'} {printable(path)}")
     if options.json:
         print_json([{"path": info.path, "pinned": pins} for info in infos])
     return Exit.OK

@@ -103,7 +103,10 @@ def test_keep_ls_prune_and_drop(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["prune", str(tmp_path), "--keep", "best=loss", "--yes"]) == 0
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=1.ckpt", "step=2.ckpt", "step=4.ckpt"]
     assert main(["clean", str(tmp_path)]) == 0 and pinned.exists()
-    assert main(["drop", str(pinned)]) == 0
+    for said in ("unpinned", "was not pinned:"):
+        capsys.readouterr()
+        assert main(["drop", str(pinned)]) == 0
+        assert capsys.readouterr().out == f"{said} {pinned}\n"
     assert main(["prune", str(tmp_path), "--keep", "best=loss", "--yes"]) == 0
     assert not pinned.exists()
     assert main(["keep", str(tmp_path)]) == 1
