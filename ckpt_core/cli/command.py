@@ -23,7 +23,7 @@ from ckpt_core.cli import (
     tidying,
     verifying,
 )
-from ckpt_core.cli.output import fail
+from ckpt_core.cli.output import fail, printable
 from ckpt_core.cli.parser import STORE_OPTIONS, Exit, parse
 from ckpt_core.errors import CheckpointError, StorageError
 
@@ -76,6 +76,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = parse(arguments, _VERBS)
     if options is None:
         return Exit.OK
+    is_remote = any("://" in str(value) for value in vars(options).values())
+    if is_remote and sys.stderr.isatty() and not options.quiet:
+        _say_what_is_waited_for()
     try:
         return int(options.run(options))
     except CheckpointError as error:
@@ -87,6 +90,20 @@ def _run(arguments: Sequence[str] | None) -> int:
         if not (error.filename and error.strerror):
             raise  # of the output itself
         return fail(options, f"{error.filename}: {error.strerror}", Exit.FAILED)
+
+
+def _say_what_is_waited_for() -> None:
+    from ckpt_core.storage.retry import Retries
+
+    said: set[str] = set()
+
+    def say(url: str) -> None:
+        bucket = "/".join(url.split("/")[:3])
+        if bucket not in said:
+            said.add(bucket)
+            print(f"ckpt: waiting for {printable(bucket)} to answer", file=sys.stderr)
+
+    Retries.on_silence = staticmethod(say)
 
 
 def _bytes_of_a_name(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import stamina
 
@@ -58,6 +60,7 @@ class IncompleteAnswerError(Exception):
 
 # A store that never answered is more likely a wrong address than an outage.
 _ATTEMPTS_BEFORE_FIRST_ANSWER = 3
+_SILENCE = 2.0  # seconds
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -116,11 +119,30 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
 logging.getLogger("stamina").addFilter(_is_not_ours)
 
 
+@contextlib.contextmanager
+def silence_told(describe: Describe) -> Iterator[None]:
+    """Have :attr:`Retries.on_silence` called if the body takes longer than two seconds."""
+    tell = Retries.on_silence
+    if tell is None:
+        yield
+        return
+    timer = threading.Timer(_SILENCE, lambda: tell(describe(TimeoutError()).path or ""))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class Retries:
     """Carries out requests to one store; transient failures are retried with growing, random pauses.
 
     Up to 10 attempts, for at most about 5 minutes; 3 attempts while the store has never answered.
     """
+
+    #: Called, in another thread, with the URL of a store that has never answered and keeps somebody waiting.
+    on_silence: ClassVar[Callable[[str], None] | None] = None
 
     def __init__(self) -> None:
         self._has_answered = False
@@ -128,16 +150,17 @@ class Retries:
     def call(self, request: Callable[[], Result], describe: Describe) -> Result:
         """Return what ``request`` returns, maybe after several calls; ``describe`` makes the error for the user."""
         try:
-            for attempt in self._attempts():
-                with attempt:
-                    try:
-                        result = request()
-                    except Exception as error:  # noqa: BLE001 - described and raised below
-                        failure = self._judged(error, describe)
-                    else:
-                        self._has_answered = True
-                        return result
-                    raise failure
+            with contextlib.nullcontext() if self._has_answered else silence_told(describe):
+                for attempt in self._attempts():
+                    with attempt:
+                        try:
+                            result = request()
+                        except Exception as error:  # noqa: BLE001 - described and raised below
+                            failure = self._judged(error, describe)
+                        else:
+                            self._has_answered = True
+                            return result
+                        raise failure
         except _TransientError as last:
             failure = last.failure
         raise failure

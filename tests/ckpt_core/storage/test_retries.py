@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,6 +136,19 @@ class TestRetries:
         with pytest.raises(StorageError):
             Retries().call(busy, described)
         assert busy.calls == 10, "a store that is busy has answered"
+
+    def test_who_waits_learns_that_a_store_has_never_answered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        silent, is_told = [], threading.Event()
+
+        def tell(url: str) -> None:
+            silent.append(url)
+            is_told.set()
+
+        monkeypatch.setattr(Retries, "on_silence", staticmethod(tell))
+        retries = Retries()
+        for _ in range(2):
+            assert retries.call(is_told.wait, lambda error: StorageError(str(error), path="s3://bucket/file"))
+        assert silent == ["s3://bucket/file"]
 
     def test_interrupts_are_not_failures(self) -> None:
         request = Request()
