@@ -50,7 +50,7 @@ def _completion(options: Options, commands: Commands) -> int:
     text = _BASH.format(
         verbs="|".join(parsers),
         names=" ".join(parsers),
-        options=" ".join([*_options_of(commands.parser), "--version"]),
+        options=" ".join(_options_of(commands.parser)),
         cases="\n".join(cases),
     )
     if options.shell == "zsh":

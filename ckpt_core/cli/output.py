@@ -74,7 +74,7 @@ def fail(options: argparse.Namespace, error: Exception | str, code: int, *, said
 
 def styled(text: str, style: str) -> str:
     """Return text in a style (``"bold"``, ``"red"``, ...), where a person reads it on a terminal and wants styles."""
-    is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\033[{_STYLES[style]}m{text}\033[0m" if text and style and is_wanted else text
 
 

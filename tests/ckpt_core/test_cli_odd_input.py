@@ -283,14 +283,14 @@ COMMAND = [sys.executable, "-c", "import sys; from ckpt_core.cli import main; sy
 
 @pytest.mark.usefixtures("home")
 def test_a_terminal_has_colours_unless_they_are_not_wanted() -> None:
-    for unwanted in ("", "1"):
+    for no_color, term in (("", "xterm"), ("1", "xterm"), ("", "dumb")):
         terminal, other_end = os.openpty()
-        environment = {**os.environ, "NO_COLOR": unwanted}
+        environment = {**os.environ, "NO_COLOR": no_color, "TERM": term}
         subprocess.run([*COMMAND, "verify", "run/a.ckpt"], env=environment, stdout=other_end, check=True)
         os.close(other_end)
         shown = os.read(terminal, 1000)
         os.close(terminal)
-        assert b"whole" in shown and (b"\x1b[32m" in shown) == (not unwanted)
+        assert b"whole" in shown and (b"\x1b[32m" in shown) == ((no_color, term) == ("", "xterm"))
 
 
 @pytest.mark.usefixtures("home")
