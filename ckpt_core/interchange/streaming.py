@@ -147,7 +147,8 @@ def scratch_directory(target: StrPath) -> Iterator[str]:
         )
     path = os.path.abspath(local_path(target))
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
-        raise StorageError("something is already there", path=path, remedy="export to a path where there is nothing")
+        remedy = "delete it yourself, or export to a path where there is nothing"
+        raise StorageError("something is already there", path=path, remedy=remedy)
     storage, token = storage_for(path), uuid.uuid4().hex[:12]
     hidden = storage.begin_directory(path, token)
     try:
