@@ -7,6 +7,7 @@ file for each group of verbs.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -20,5 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run(arguments)
     except KeyboardInterrupt:
+        if arguments is None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process ends, and Ctrl-C once more is no traceback
         print("ckpt: interrupted", file=sys.stderr)
         return 130  # Exit.INTERRUPTED, which may be what was being imported

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -305,14 +306,15 @@ def test_latest_prints_the_bytes_of_a_name_whatever_the_encoding(encoding: str) 
 INTERRUPTED = """
 import sys, signal
 
+module, sys.argv[1:] = sys.argv[1], ["verify", "run"]
+
 class CtrlC:
     def find_spec(self, name, *_):
-        if name == sys.argv[1]:
+        if name == module:
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, CtrlC())
 from ckpt_core.cli import main
-sys.exit(main(["verify", "run"]))
 """
 
 
@@ -320,6 +322,19 @@ sys.exit(main(["verify", "run"]))
 @pytest.mark.parametrize("module", ["ckpt_core.cli.parser", "argparse", "ckpt_core.cli.doctor", "torch"])
 def test_ctrl_c_during_the_imports_is_no_traceback(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, "-c", f"{INTERRUPTED}sys.exit(main(sys.argv[1:]))", module],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "ckpt: interrupted\n")
+
+
+@pytest.mark.usefixtures("home")
+def test_ctrl_c_once_more_is_no_traceback() -> None:
+    code = f"{INTERRUPTED}main()\nsignal.raise_signal(signal.SIGINT)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "torch"], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "ckpt: interrupted\n")
