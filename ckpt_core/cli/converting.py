@@ -82,7 +82,9 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--force", action="store_true", help="replace another file or directory of this package at the target")
+    parser.add_argument(
+        "-f", "--force", action="store_true", help="replace another file or directory of this package at the target"
+    )
 
 
 def _add_format(parser: argparse.ArgumentParser) -> None:

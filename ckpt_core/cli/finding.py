@@ -228,6 +228,15 @@ def _read_of(
     return found
 
 
+def is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
+    """Return whether a path or URL still leads to something that its run's retention has not deleted."""
+    try:
+        find(path, storage_options)
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
     """Return what checkpoint of another program is at a path, if there is one that torch alone does not read."""
     from ckpt_core._pipeline.loading import is_directory_checkpoint

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import concerns_others, find, find_all, refuse_checkpoint, refuse_itself, state_of
+from ckpt_core.cli.finding import concerns_others, find, find_all, is_there, refuse_checkpoint, refuse_itself, state_of
 from ckpt_core.cli.output import complain, print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.console import beside_bars
@@ -276,7 +276,7 @@ def _copied(step: _Step, options: Options, target_options: dict[str, Any] | None
             is_new = _transfer(step.info, step.target, options.storage_options, target_options, True)
             return dataclasses.replace(step, action="replace", why="what was there was damaged") if is_new else step
     except CheckpointError as error:
-        if not _is_there(step.path, options.storage_options):
+        if not is_there(step.path, options.storage_options):
             return dataclasses.replace(step, action="gone", why="deleted meanwhile, by the run's retention")
         return dataclasses.replace(step, action="FAILED", why=_in_a_line(error), is_missing=True)
     return step
@@ -284,14 +284,6 @@ def _copied(step: _Step, options: Options, target_options: dict[str, Any] | None
 
 def _in_a_line(error: CheckpointError) -> str:
     return error.message if error.remedy is None else f"{error.message}; {error.remedy}"
-
-
-def _is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
-    try:
-        find(path, storage_options)
-    except CheckpointNotFoundError:
-        return False
-    return True
 
 
 def _delete_at_target(

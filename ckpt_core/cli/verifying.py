@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from ckpt_core.cli.finding import find, find_foreign, state_of_error
+from ckpt_core.cli.finding import find, find_foreign, is_there, state_of_error
 from ckpt_core.cli.output import count, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
@@ -69,7 +69,13 @@ def _verify(options: Options) -> int:
     started, read = time.perf_counter(), 0
     with progress(options, "verify", sum(sizes.values())):
         for path, size in sizes.items():
-            verdicts[path] = _verdict(path, size, options.storage_options)
+            verdict = _verdict(path, size, options.storage_options)
+            is_alarm = _EXIT[verdict.state] != Exit.OK and path not in options.paths
+            if is_alarm and not is_there(path, options.storage_options):
+                print(f"{printable(path)} was deleted meanwhile", file=sys.stderr)
+                del verdicts[path]
+                continue
+            verdicts[path] = verdict
             read += size
     seconds = time.perf_counter() - started
     found_out = [verdict for verdict in verdicts.values() if verdict is not None]
@@ -82,7 +88,7 @@ def _verify(options: Options) -> int:
             speed = f"{size_in_words(read)} in {seconds:.1f} s, {size_in_words(read / seconds)}/s"
             print(f"{count(len(sizes), 'checkpoint')}, {speed}", file=sys.stderr)
     codes = {_EXIT[verdict.state] for verdict in found_out}
-    return next(code for code in _WORST if code in codes)
+    return next((code for code in _WORST if code in codes), Exit.MISSING)
 
 
 def _verdict(path: str, size: int, storage_options: dict[str, Any] | None) -> _Verdict:

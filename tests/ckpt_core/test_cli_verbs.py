@@ -392,6 +392,24 @@ def test_what_is_no_checkpoint_holds_up_no_copy_of_the_others(verb: str, home: P
     assert sorted(os.listdir("new")) == ["a.ckpt", "b.ckpt", "c"]
 
 
+def test_verify_beside_a_run_calls_nothing_missing_that_was_deleted_meanwhile(home: Path, capsys: Capture) -> None:
+    Checkpointer(strategy="sync").save({"w": torch.ones(100_000), "step": 9}, home / "run" / "new.ckpt")
+
+    def delete_others(nbytes: int) -> None:
+        if nbytes >= 100_000:  # the newest is compared, which is read first
+            shutil.rmtree(home / "run" / "c", ignore_errors=True)
+            (home / "run" / "a.ckpt").unlink(missing_ok=True)
+
+    with counting(delete_others):
+        assert main(["verify", "run", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert {found["path"]: found["state"] for found in json.loads(captured.out)} == {
+        "run/new.ckpt": "whole",
+        "run/b.ckpt": "whole",
+    }
+    assert sorted(captured.err.splitlines()) == ["run/a.ckpt was deleted meanwhile", "run/c was deleted meanwhile"]
+
+
 @pytest.mark.parametrize("verb", ["ls", "du"])
 @pytest.mark.usefixtures("home")
 def test_what_is_not_there_hides_none_of_the_others(verb: str, capsys: Capture) -> None:
