@@ -325,6 +325,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._auto.begin(trainer)
         if stage != "fit":
             self._last_found = None  # was not for a fit
+            if self.exact and self._is_first(trainer):
+                ExactState.evaluation_begins(trainer, getattr(stage, "value", stage), self._warn_inexact)
         if stage == "fit":
             self._is_ending = False
             self._has_trained = True

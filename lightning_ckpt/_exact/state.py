@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -124,6 +125,7 @@ class ExactState(Live):
         self._loaded: dict[str, Any] | None = None
         # whether this fit, or the one before it, had nothing left to train in a checkpoint of the one after it
         self._is_ahead = self._is_behind = False
+        self._ahead: Callable[[], Any] = _no_model  # the model of the one before it then
         self._precision: Precision | None = None  # of what is restored, until the training starts
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
@@ -156,7 +158,8 @@ class ExactState(Live):
         if before is not None and not before._released:
             return before
         state = cls(trainer, replay, warn)
-        state._is_behind = before is not None and before._is_ahead
+        if before is not None and before._is_ahead:
+            state._is_behind, state._ahead = True, before._ahead
         setattr(trainer, _ATTRIBUTE, state)
         return state
 
@@ -165,6 +168,15 @@ class ExactState(Live):
         """Return whether the last fit of a Trainer had nothing to train, in a checkpoint of a later one."""
         state = getattr(trainer, _ATTRIBUTE, None)
         return state is not None and state._is_ahead
+
+    @staticmethod
+    def evaluation_begins(trainer: Any, stage: str, warn: Callable[[str], None]) -> None:
+        """Say so if an evaluation sees the weights of a later fit."""
+        if ExactState.resumed_ahead(trainer) and trainer.is_global_zero:
+            warn(
+                f"this trainer.{stage} has the weights of a checkpoint that a later fit had saved: the fit before it "
+                "resumed from that one, and had nothing left to train"
+            )
 
     def record(self, recording: Recording) -> None:
         """Let the steps of the fit be recorded, and compared after a resume."""
@@ -199,6 +211,11 @@ class ExactState(Live):
             counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
             shared["notes"] += self._post_local_sgd.restore(counters, own, resharded=self._is_resharded(self._loaded))
             self._continues = True
+            if self._is_behind and self._ahead() is not self._trainer.lightning_module:
+                self._warn(
+                    "the fit before this one, of another model, resumed from a checkpoint that this fit had saved, so "
+                    "that model has the weights of this one (give each model a Trainer and a directory of its own)"
+                )
         elif self._has_none:
             self._announce(self._internals.progress(), _INEXACT)
         elif self._is_behind:
@@ -220,6 +237,7 @@ class ExactState(Live):
             epochs = epochs_begun(shared["phase"], shared["progress"]["epoch"]["current"]["processed"])
             limits, done = self._internals.limits(), {"max_epochs": epochs, "max_steps": self._trainer.global_step}
             self._is_ahead = any(n > limits[name] for name, n in done.items() if limits[name] not in (None, -1))
+            self._ahead = weakref.ref(self._trainer.lightning_module)
             # what it draws after a fit, such as the weights of the next model
             RngState.decode(mine["rng"]).restore()
         if self._loaded is not None or self._has_none:
@@ -773,6 +791,10 @@ class ExactState(Live):
             self._internals.finish_batch(self._internals.end_batch, None)
         elif phase in ("validation", "validation_end"):
             self._internals.finish_batch(self._internals.skip_batch, phase == "validation")
+
+
+def _no_model() -> None:
+    """What a reference returns to a model that is gone."""
 
 
 def _keep_quiet(causes: str) -> None:
