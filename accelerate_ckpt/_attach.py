@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from accelerate_ckpt._private.replacing import Patches
 from accelerate_ckpt._state.just_in_time import note_start, note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import load_state
+from accelerate_ckpt._state.resume import refuse_unwritable
 from accelerate_ckpt._state.save import save_deferred, save_snapshot, save_state
 from accelerate_ckpt._state.session import (
     Session,
@@ -242,6 +243,7 @@ def _listen() -> None:
             _methods.wrap(Accelerator, name, around)
     if not _signals:
         _signals.wrap(Accelerator, "prepare_model", _prepare_model)
+        _signals.wrap(Accelerator, "prepare", _prepare)
         _signals.wrap(Accelerator, "prepare_data_loader", _prepare_data_loader)
         _signals.wrap(Accelerator, "backward", _backward)
         _signals.wrap(Accelerator, "log", _log)
@@ -259,6 +261,14 @@ def _prepare_model(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -
     if session is not None:
         session.model_prepared(model)
     return model
+
+
+def _prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    prepared = original(accelerator, *args, **kwargs)
+    session = session_of(accelerator)
+    if session is not None and accelerator._optimizers:  # an evaluation may be where nothing can be saved
+        refuse_unwritable(session)  # behind what the models wait for: until then, ranks may be minutes apart
+    return prepared
 
 
 def _prepare_data_loader(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -428,12 +428,14 @@ class Catalog:
             refuse_wrong_directory(directory, self._storage_options)
 
     def refuse_unwritable(self) -> None:
-        """Refuse a local directory in which a run could not save.
+        """Refuse a directory in which a run could not save. Uploads can wait for a store that refuses them now.
 
         Raises:
-            StorageError: As :func:`ckpt_core.storage.refuse_unwritable`.
+            CheckpointError: As :func:`ckpt_core.storage.refuse_unwritable`.
         """
-        refuse_unwritable(self._saved_in)
+        refuse_unwritable(self._saved_in, self._storage_options)
+        if self._uploaded_to != self._saved_in:
+            refuse_wrong_directory(self._uploaded_to, self._storage_options)
 
     def peek(self, path: str) -> Any:
         """Return a checkpoint's state, with tensors that have no values, or the metadata of a directory.

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckpt_core._layouts.directory.leftovers import PROBE_NAME
 from ckpt_core.commit_time import seconds_behind
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Event, SaveCommitted, rank_of_process, size_in_words
 from ckpt_core.storage import is_remote, storage_for
+from ckpt_core.storage.base import PROBE_NAME
 
 logger = logging.getLogger(__name__)
 

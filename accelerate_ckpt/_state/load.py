@@ -258,8 +258,6 @@ def newest_usable(
     catalog = Catalog(root, storage_options=session.config.storage_options, tiers=session.tiers)
     if not found:
         catalog.refuse_wrong_directory()
-    if auto is not None:
-        catalog.refuse_unwritable()
     problems: dict[str, CheckpointError] = {}
     order = list if auto is None else auto.in_order
     info = first_usable(root, found, check_info, passed_over=problems, order=order)

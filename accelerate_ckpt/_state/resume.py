@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate_ckpt._state.naming import automatic_root, path_text
-from ckpt_core.catalog import CheckpointInfo
+from ckpt_core.catalog import Catalog, CheckpointInfo
 from ckpt_core.paths import is_remote
 from ckpt_core.resume import ResumeAttempts, ResumePoint, folder_of_run
 
@@ -25,6 +25,29 @@ def directory_of_run(session: Any) -> str:
     stay_where_it_began(session)
     accelerator = session.accelerator
     return automatic_root(accelerator) if accelerator.project_dir else os.path.join(session.began_in, folder_of_run())
+
+
+def refuse_unwritable(session: Any, directory: str | None = None) -> None:
+    """Refuse, once and before it trains, a run that could not save; called on all ranks together.
+
+    ``directory`` is that of a Trainer. Without one, it is where automatic names are, or where the run looks for what to
+    resume, or saves unasked. Where a script saves under paths of its own, its first save says so.
+    """
+    if session.has_tried_to_save:
+        return
+    session.has_tried_to_save = True
+    accelerator, config = session.accelerator, session.config
+    if directory is None and accelerator.project_dir and accelerator.project_configuration.automatic_checkpoint_naming:
+        stay_where_it_began(session)
+        directory = automatic_root(accelerator)
+    elif directory is None and (
+        config.resume == "auto" or config.just_in_time or session.preemption or session.interval
+    ):
+        directory = directory_of_run(session)
+    if directory is None:
+        return
+    catalog = Catalog(directory, storage_options=config.storage_options, tiers=session.tiers)
+    session.agreement.all_succeeded("training", catalog.refuse_unwritable if session.rank == 0 else lambda: None)
 
 
 def stay_where_it_began(session: Any) -> None:

@@ -81,6 +81,7 @@ class Session:
         self._steps: collections.Counter[int] = collections.Counter()
         self._used: dict[int, int] = {}  # of which backward passes each optimizer has used the gradients
         self._has_reserved = False
+        self.has_tried_to_save = False  # whether it was checked, before training, that the run can save
         self._backward_seen = False
         self._wrapped: list[weakref.ref[Any]] = []
         # Followed from here on; the session must not keep the Accelerator, and all its models, alive.

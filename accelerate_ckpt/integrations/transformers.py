@@ -54,7 +54,7 @@ from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, load_model
 from accelerate_ckpt._state.preemption import failures_of_trackers_logged
-from accelerate_ckpt._state.resume import AutoResume, as_at_start
+from accelerate_ckpt._state.resume import AutoResume, as_at_start, refuse_unwritable
 from accelerate_ckpt._state.session import SavesAlone, Session, session_of
 from accelerate_ckpt._state.stock import refuse_damaged_ours, shapes_in
 from accelerate_ckpt.config import OptionError
@@ -219,6 +219,8 @@ class ResumableCallback(TrainerCallback):
             raise OptionError("hyperparameter_search is not supported with ResumableCallback")
         _check_arguments(self._trainer)
         self._stay_where_it_began()
+        if self._trainer.args.save_strategy != "no" or self._session.saves_by_itself:
+            refuse_unwritable(self._session, self._trainer.args.output_dir)
         path = resume_from_checkpoint or None
         if path == "auto" or (self._session.config.resume == "auto" and resume_from_checkpoint is None):
             path = find_resume(self._session, self._trainer.args.output_dir, "train", _newest_usable)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
-from ckpt_core.errors import CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.option_checks import check_mapping, check_options, or_none
 from ckpt_core.paths import StrPath, is_remote, local_path
-from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.base import MANIFEST_NAME, PROBE_NAME, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.counting import counted
 from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
 from ckpt_core.storage.local import LocalStorage, refuse_wrong_local, try_to_create_in
@@ -88,13 +89,29 @@ def refuse_wrong_directory(path: StrPath, storage_options: dict[str, Any] | None
         refuse_wrong_local(local_path(path), "list")
 
 
-def refuse_unwritable(path: StrPath) -> None:
-    """Refuse a local directory in which a run could not save; of a store, its first save says so.
+def refuse_unwritable(path: StrPath, storage_options: dict[str, Any] | None = None) -> None:
+    """Refuse a directory in which a run could not save.
 
-    The directory need not exist. Nothing is left in it.
+    The directory need not exist. Nothing is left in it, unless a store lets this process write and not delete.
 
     Raises:
-        StorageError: As :func:`refuse_wrong_directory`; or this process may not write there, or the disk refuses to.
+        StorageError: As :func:`refuse_wrong_directory`; or this process may not write there, or the disk or store
+            refuses to.
+        CheckpointNotFoundError: As :func:`refuse_missing_bucket`.
     """
     if not is_remote(path):
         try_to_create_in(refuse_wrong_local(local_path(path), "write"))
+        return
+    refuse_missing_bucket(path, storage_options)
+    storage, probe = storage_for(path, storage_options), f"{os.fspath(path).rstrip('/')}/{PROBE_NAME}"
+    try:
+        storage.write_whole(probe, b"\0")
+    except StorageError as error:
+        raise StorageError(
+            f"no checkpoint can be saved here: {error.message}",
+            path=os.fspath(path),
+            remedy="check the URL, the credentials, which must allow to write, and the storage_options",
+            errno=error.errno,
+        ) from error
+    with contextlib.suppress(CheckpointError):  # said after the first save
+        storage.remove(probe)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
+PROBE_NAME = ".ckpt-preflight"  # what a run writes into a store to see whether it can, and deletes
 # Of a store that answers after some 10 ms and then sends some 100 MB/s.
 REMOTE_REQUEST_BYTES = 512 * 1024
 REMOTE_THREADS = 8

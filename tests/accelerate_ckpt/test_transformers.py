@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ from ckpt_core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     StateMismatchError,
+    StorageError,
 )
 
 transformers = pytest.importorskip("transformers", reason="the optional extra is not installed")
@@ -309,11 +311,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+def test_a_folder_that_is_a_file_is_told_before_training_if_the_trainer_saves(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("")
+    for save, steps in (("steps", 0), ("no", 2)):
+        trainer = trainer_for(tmp_path, max_steps=2, save_strategy=save)
+        trainer.args.output_dir = str(tmp_path / "folder")
+        with pytest.raises(StorageError, match="Not a directory") if save == "steps" else contextlib.nullcontext():
+            trainer.train()
+        assert trainer.state.global_step == steps
+
+
 def test_a_save_that_fails_in_the_background_ends_the_training(tmp_path: Path) -> None:
     # A file where the folder of the checkpoints should be: nothing can be saved, whoever one is.
-    (tmp_path / "folder").write_text("")
+    class MakeFile(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            (tmp_path / "folder").write_text("")
+
     trainer = trainer_for(tmp_path)
     trainer.args.output_dir = str(tmp_path / "folder")
+    trainer.add_callback(MakeFile())
     with pytest.raises(CheckpointError) as caught:
         trainer.train()
     assert "checkpoint-3" in str(caught.value) and trainer.state.global_step < 2 * STEPS_PER_EPOCH

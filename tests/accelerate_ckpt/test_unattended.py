@@ -16,6 +16,7 @@ from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import RankResult, Ranks
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
+from tests.support.stores import storage_at
 
 __all__ = ["server_of", "servers"]  # fixtures
 
@@ -103,6 +104,47 @@ def test_a_directory_that_is_a_file_is_told_on_all_ranks_before_training(
         assert result.error in ("StorageError", "RankFailedError")  # of rank 0, whose words all have
         assert "Not a directory" in result.message
         assert "resumed" not in result.told
+
+
+PREPARES = """
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(directory, automatic_checkpoint_naming=directory is not None)
+    accelerator = attach(Accelerator(project_config=project), **options)
+    model = nn.Linear(4, 1)
+    model = accelerator.prepare(model)
+    tell(is_ready=True)
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    tell(trains=True)
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_automatic_names_below_a_file_are_told_before_training_and_not_before_an_evaluation(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    for result in ranks.run(PREPARES, world_size, directory=str(tmp_path / "file"), options={}):
+        assert result.error in ("StorageError", "RankFailedError")
+        assert "Not a directory" in result.message
+        assert result.told == {"is_ready": True}
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("options", [{"preempt": True}, {"interval": "auto"}, {"just_in_time": True}, {}], ids=str)
+def test_a_wrong_bucket_is_told_before_training_where_a_run_saves_unasked(
+    ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], options: dict[str, Any]
+) -> None:
+    server = server_of("moto")
+    bucket = server.new_bucket()
+    for place in (f"{bucket}/run", f"{bucket}-typo/run"):
+        more = {"checkpoint_dir": place, "storage_options": dict(server.options), **options}
+        (result,) = ranks.run(PREPARES, 1, directory=None, options=more)
+        is_refused = bool(options) and "-typo" in place
+        assert result.error == ("CheckpointNotFoundError" if is_refused else None)
+        assert ("there is no such bucket" in (result.message or "")) == is_refused
+        assert result.told.get("trains", False) is not is_refused
+    assert storage_at((bucket, dict(server.options))).list(bucket) == []
 
 
 @pytest.mark.parametrize("automatic", [False, True])

@@ -17,6 +17,7 @@ import torch
 
 from ckpt_core import Checkpointer, StorageError
 from ckpt_core.options import CheckpointerOptions
+from ckpt_core.resume import newest_to_resume
 
 
 def save(path: str, count: int, **state: torch.Tensor) -> None:
@@ -111,14 +112,23 @@ def test_a_clock_that_is_behind_the_checkpoints_is_told(
     assert "the clock of this machine is 120 minutes behind the newest checkpoint" in said(caplog)[0]
 
 
-def test_a_store_that_refuses_to_write_ends_the_run_at_its_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_refuses_to_write_is_told_where_a_run_looks_and_ends_it_at_its_first_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = f"memory://{uuid.uuid4().hex}"
+    assert newest_to_resume(root) is None
+    assert fsspec.filesystem("memory").find(root) == []
+
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("AccessDenied: s3:PutObject")
 
     for name in ("_open", "pipe_file", "open"):
         monkeypatch.setattr(fsspec.get_filesystem_class("memory"), name, refuse, raising=False)
+    with pytest.raises(StorageError, match=r"no checkpoint can be saved here: .*AccessDenied") as caught:
+        newest_to_resume(root)
+    assert caught.value.path == root
     with pytest.raises(StorageError, match="AccessDenied"):
-        save(f"memory://{uuid.uuid4().hex}", 1)
+        save(root, 1)
 
 
 class Model:

@@ -85,15 +85,18 @@ def test_last_goes_on_where_the_run_before_ended(plugin: Any, bucket: Bucket, tm
     assert step_of(bucket, "last.ckpt") == BATCHES
 
 
+@pytest.mark.parametrize("resume", [None, "last"])
 @pytest.mark.parametrize("tiered", [False, True])
-def test_a_bucket_that_does_not_exist_is_told_before_training(bucket: Bucket, tmp_path: Path, tiered: bool) -> None:
+def test_a_bucket_that_does_not_exist_is_told_before_training(
+    bucket: Bucket, tmp_path: Path, tiered: bool, resume: str | None
+) -> None:
     missing = bucket[0].replace("/runs", "-typo/runs")
     tiers = {"local_dir": tmp_path / "fast", "upload_to": missing} if tiered else {}
     plugin = AsyncCheckpointIO(storage_options=bucket[1], **tiers)
     callback = ResumableCheckpoint(tmp_path / "fast" if tiered else missing, every_n_train_steps=1)
     model = model_of(metrics=LOSSES)
     with pytest.raises(CheckpointNotFoundError, match="there is no such bucket"):
-        trainer_of(tmp_path, [callback], plugins=[plugin], max_epochs=1).fit(model, ckpt_path="last")
+        trainer_of(tmp_path, [callback], plugins=[plugin], max_epochs=1).fit(model, ckpt_path=resume)
     assert model.batches == 0
 
 

@@ -14,12 +14,11 @@ import time
 from collections.abc import Sequence
 
 from ckpt_core.errors import CheckpointError
-from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, Storage
+from ckpt_core.storage.base import MANIFEST_NAME, PROBE_NAME, FileInfo, Storage
 
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 24 * 3600.0  # longer than any save takes between two files
-PROBE_NAME = ".ckpt-preflight"  # what a run writes into a store to see whether it can be deleted
 _DIGESTS = re.compile(r"rank-\d{5}-of-\d{5}(-[0-9A-Za-z-]+)?\.digests")
 _METADATA = b'{"__metadata__":'  # with which a header of ours begins, behind its length
 _LONGEST_METADATA = 512  # bytes
