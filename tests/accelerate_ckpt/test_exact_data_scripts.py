@@ -281,9 +281,9 @@ class Two(Run):
         saved = []
         for number, _ in enumerate(zip(self.loader, repeat(self.other), strict=False), 1):
             assert self.positions is not None
+            torch.rand(1)  # of its model
             self.positions.uses.backward()
             saved += [self.capture()] if number == save else []
-            torch.rand(1)  # of its model
         return saved
 
 
