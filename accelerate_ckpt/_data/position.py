@@ -34,6 +34,10 @@ _DRAWS = (
 )
 _ON_ITS_OWN = f"{_DRAWS}; its order is reproduced only if it does not depend on them (num_workers=1 avoids that)"
 _OTHER_BATCH = f"{_DRAWS}; the batch before the saved position is another one now (num_workers=1 avoids that)"
+_AHEAD = (
+    "the script takes batches ahead of its training, and those that it had taken and not used when it saved are left "
+    "out (let the DataLoader read ahead, with num_workers and prefetch_factor)"
+)
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"
 _NOTHING_INSIDE = {"pass": None, "ahead": None, "begun": None, "last_read": None}
@@ -197,6 +201,7 @@ class LoaderPosition:
         self._iteration_number += 1
         self._phase, self._made, self._steps = INSIDE, False, 0
         self._backwards_before = self._run.uses.backwards
+        self.habit.begin()
         opening = self._opening
         if opening is not None:
             opening.iteration = self._iteration_number
@@ -358,6 +363,7 @@ class LoaderPosition:
             "first_rows": self._internals.first_rows if inside else None,
             "draws_while_reading": inside and self._history.draws_while_reading,
             "habit": self.habit.longest,
+            "ahead_of_training": self.habit.ahead,
             "finished": 0 if inside else self._steps,
             "in_last_body": in_last_body,
             **(self._capture_inside() if inside else _NOTHING_INSIDE),
@@ -448,7 +454,7 @@ class LoaderPosition:
         self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
         self._steps, self._offered = int(state.get("finished", 0)), None
         self.is_restored, self.resumes_training = True, bool(state.get("trained"))
-        self.habit.carry(state.get("habit"))
+        self.habit.carry(state.get("habit"), state.get("ahead_of_training", 0))
         self.loader.iteration = int(state["iteration"])
         understood = self._fits(state) or self._division.obstacle(state) is None
         if state["phase"] == INSIDE:
@@ -602,7 +608,8 @@ class LoaderPosition:
             # the script's own count may be of batches that are divided in another way
             with contextlib.suppress(TypeError, NotImplementedError):
                 steps = max(steps, len(self.loader))
-        return Opening(state, rng, steps, int(habit), then, waits=self._resume is not None or then is Next.END)
+        waits, ahead = self._resume is not None or then is Next.END, int(state.get("ahead_of_training", 0))
+        return Opening(state, rng, steps, int(habit), then, waits, ahead)
 
     def _hand_out(self, opening: Opening, batch: Any) -> Generator[Any, None, Next]:
         """Hand a batch out, and find out what comes next, as long as the script has used none since the load."""
@@ -617,6 +624,8 @@ class LoaderPosition:
             if not opening.is_unused(self._run.uses):
                 self._opening = None
                 opening.tell()
+                if opening.reads_ahead:
+                    self._run.reads_otherwise(_AHEAD)
                 return Next.BATCH
             answer = opening.next()
             if answer is not Next.SAME:

@@ -57,6 +57,8 @@ class Habit:
 
     def __init__(self, uses: Uses) -> None:
         self.longest: int | None = None  # the most so far; None as long as nothing was used
+        self.ahead = 0  # how many more it takes before the first use in an iteration than before any later one
+        self._first = self._later = 0  # how many it has taken for the first use in this iteration, and at most later
         self.trained = False  # whether a batch was used in this process
         self._uses = uses
         # The signs of training when a batch was handed out for the last time, None before the first
@@ -73,6 +75,11 @@ class Habit:
         """Note whether what was handed out has been used since."""
         if self._taken and self._uses.count != self.last:
             self.longest = max(self.longest or 0, self._taken)
+            if self._first:
+                self._later = max(self._later, self._taken)
+                self.ahead = max(0, self._first - self._later)
+            else:
+                self._first = self._taken
             self.trained, self._taken = True, 0
 
     @property
@@ -80,10 +87,15 @@ class Habit:
         """Whether the script uses every batch before it takes the next one, and has not used the last one yet."""
         return self.longest == 1 and self._taken == 1 and self._uses.count == self.last
 
-    def carry(self, longest: int | None) -> None:
+    def carry(self, longest: int | None, ahead: int) -> None:
         """Take over what an earlier process has found out."""
         if longest is not None:
-            self.longest = max(self.longest or 0, longest)
+            self.longest, self.ahead = max(self.longest or 0, longest), ahead
+
+    def begin(self) -> None:
+        """Note that an iteration begins."""
+        self.settle()
+        self._first = self._later = 0
 
     def end(self) -> None:
         """Note that an iteration is over: what is used from now on is of another loader."""
@@ -110,6 +122,7 @@ class Opening:
     habit: int  # how many batches it takes before it uses one
     then: Next  # what comes after so many batches: the restored position, or the end of an epoch that was finished
     waits: bool  # whether the position waits while the script leaves out batches; otherwise a new iteration has begun
+    ahead: int = 0  # how many batches it had taken ahead of its training
     taken: int = 0  # how many batches it has asked for after the first
     iteration: int = 0  # number of the iteration that has begun since the load, 0 for none
     count: int | None = None  # the signs of training when the last batch was handed out, None before the first
@@ -127,6 +140,11 @@ class Opening:
             # a single batch that was handed out again and again is the right one
             return Next.SAME if self.waits and self.habit == 1 and self.then is Next.RESUMED else self.then
         return Next.SAME if self.waits else Next.BATCH
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the script, which uses a batch now, has taken some more before: as many as in each iteration."""
+        return self.then is Next.RESUMED and 0 < self.ahead == self.taken + 1 - (self.habit - self.ahead)
 
     def tell(self) -> None:
         """Say in the log what the script has left out, now that it uses a batch."""

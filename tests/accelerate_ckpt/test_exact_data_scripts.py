@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from itertools import chain, cycle
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,46 @@ def test_batches_that_a_thread_has_taken_ahead_are_said_to_be_left_out(steps: in
     for _ in range(STEPS - 1):
         run.positions.uses.backward()
     assert Run(2).restore(run.capture()).warned == []
+
+
+def one_ahead(loader: Any) -> Iterator[Any]:
+    batches = iter(loader)
+    before = next(batches)
+    for batch in batches:
+        yield before
+        before = batch
+    yield before
+
+
+def in_pairs(loader: Any) -> Iterator[Any]:
+    batches = iter(loader)
+    while pair := list(islice(batches, 2)):
+        yield pair
+
+
+def some(loader: Any) -> Iterator[Any]:
+    yield from (batch for batch in loader if int(batch.sum()) % 4)
+
+
+@pytest.mark.parametrize(("epochs", "save"), [(1, 2), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("take", "is_said"), [(one_ahead, True), (in_pairs, False), (some, False), (iter, False)])
+def test_batches_that_the_script_has_taken_ahead_are_said_to_be_left_out(
+    take: Any, is_said: bool, epochs: int, save: int
+) -> None:
+    def train(run: Run, save: int = 0) -> list[dict[str, Any]]:
+        saved = []
+        for number, _ in enumerate(take(run.loader), 1):
+            assert run.positions is not None
+            run.positions.uses.backward()
+            saved += [run.capture()] if number == save else []
+        return saved
+
+    run = Run()
+    for state in [train(run, save) for _ in range(epochs)][-1]:
+        again = Run(2).restore(state)
+        train(again)
+        assert run.warned == []
+        assert ["the script takes batches ahead of its training" in said for said in again.warned] == [True] * is_said
 
 
 class Two(Run):
