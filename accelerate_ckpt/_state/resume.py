@@ -88,8 +88,8 @@ class AutoResume:
     def end(self) -> None:
         """The program ends, or training has: unless an exception has ended it, that was no crash, and nor is Ctrl-C."""
         atexit.unregister(self.end)
-        self._is_counted = False
-        if isinstance(getattr(sys, "last_value", None), (KeyboardInterrupt, type(None))):
+        is_counted, self._is_counted = self._is_counted, False
+        if is_counted and isinstance(getattr(sys, "last_value", None), (KeyboardInterrupt, type(None))):
             self._attempts.end()
 
     def crashed(self) -> None:

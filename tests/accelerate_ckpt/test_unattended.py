@@ -248,6 +248,15 @@ def test_a_run_stays_where_it_began_though_its_script_changes_its_working_direct
     assert not list(elsewhere.iterdir())
 
 
+def test_who_has_resumed_nothing_leaves_the_record_of_attempts_alone(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    record = tmp_path / "checkpoints" / ".ckpt-resumes.json"
+    record.write_text('{"version": 1, "attempts": {"7@1.0": 1}}')
+    ended = run(ranks, tmp_path, 2, told=[0, 1], at=4)
+    assert [(result.told["resumed"], result.message.strip()) for result in ended] == [(None, "143")] * 2
+    assert record.exists()
+
+
 def test_a_notice_has_a_status_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
     preempt = {"notice": str(tmp_path / "notice"), "look_every": 0.01}
     (result,) = run(ranks, tmp_path, options={"preempt": preempt}, number=0, at=4)
