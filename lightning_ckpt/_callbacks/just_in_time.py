@@ -43,6 +43,9 @@ class JustInTime:
     def problem_of(trainer: Any) -> str | None:
         """Return why nothing can be saved when a rank of this Trainer dies, in words; None if it can."""
         strategy = trainer.strategy
+        launcher = {cls.__name__ for cls in type(getattr(strategy, "launcher", None)).__mro__}
+        if "_MultiProcessingLauncher" in launcher:
+            return "ranks that Lightning forks or spawns tell no callback of an exception (use ddp, or torchrun)"
         averager, hook_state = model_averaging(strategy)
         if averager is not None or hook_state:
             return "with a state in the communication hook of DDP, each rank has weights or errors of its own"

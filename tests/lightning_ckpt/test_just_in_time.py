@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from ckpt_core import verify
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._callbacks.just_in_time import JustInTime
+from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning_ckpt.exact_cases import make_trainer
 from tests.lightning_ckpt.signal_ranks import START, Job
 from tests.support.server_fixtures import server_of, servers
@@ -194,6 +195,30 @@ def test_strategies_whose_ranks_hold_parts_are_refused(strategy: type) -> None:
     problem = JustInTime.problem_of(trainer)
     words = f"it is for ranks that each hold the whole state (DDP), and this is {strategy.__name__}"
     assert problem == (None if strategy is DDPStrategy else words)
+
+
+FORKED = """
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_ckpt import ResumableCheckpoint
+
+if __name__ == "__main__":
+    callback = ResumableCheckpoint("saved", just_in_time=True)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp_fork", max_steps=2, callbacks=[callback], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )
+    trainer.fit(BoringModel())
+"""
+
+
+def test_under_a_launcher_that_tells_no_callback_of_exceptions_a_warning_says_so(
+    fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    ended = fork_script(FORKED, modules=LIGHTNING, timeout=300)
+    words = "just_in_time will save nothing if a rank dies: ranks that Lightning forks or spawns tell no callback"
+    assert ended.stderr.count(words) == 1
+    assert not list(tmp_path.glob(".saved.survivor*"))
 
 
 def test_one_process_notes_nothing(tmp_path: Path) -> None:
