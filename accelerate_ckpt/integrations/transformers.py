@@ -62,6 +62,7 @@ from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.preemption import NOT_SAVED
+from ckpt_core.rehearsal import Plan
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
@@ -626,6 +627,7 @@ def _check_arguments(trainer: Any) -> None:
         f"an output_dir that is a URL: {args.output_dir}": "://" in str(args.output_dir),
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled,
+        "ckpt rehearse": Plan.of_environment() is not None,
     }
     for problem, is_there in problems.items():
         if is_there:
