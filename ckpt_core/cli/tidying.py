@@ -14,7 +14,7 @@ from ckpt_core.cli.finding import find, refuse_checkpoint, state_of
 from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
 from ckpt_core.cli.output import complain, count, fail, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
@@ -295,11 +295,19 @@ def _drop(options: Options) -> int:
 
 
 def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None]) -> int:
+    from ckpt_core.pins import is_pinned
     from ckpt_core.storage import storage_for
 
-    infos = []
+    was_pinned: dict[str, bool] = {}
     for path in options.paths:
-        found = find(path, options.storage_options)
+        storage = storage_for(path, options.storage_options)
+        try:
+            found = find(path, options.storage_options)
+        except CheckpointNotFoundError:
+            if pins or not is_pinned(path, storage):
+                raise
+            was_pinned[path.rstrip("/")] = True  # the checkpoint was deleted by hand
+            continue
         if not found.is_checkpoint:
             raise CheckpointError(
                 "this is a directory, not a checkpoint", path=path, remedy=f"name the checkpoints: ckpt ls {path}"
@@ -308,12 +316,11 @@ def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None])
             raise CheckpointError(
                 "this is not a checkpoint", path=path, remedy="check the path: ckpt inspect says more"
             )
-        infos += found.checkpoints
-    for info in infos:
-        path = info.path.rstrip("/")
+        was_pinned |= {info.path.rstrip("/"): info.is_pinned for info in found.checkpoints}
+    for path, was in was_pinned.items():
         act(path, storage_for(path, options.storage_options))
         if not options.json:
-            print(f"{'pinned' if pins else 'unpinned' if info.is_pinned else 'was not pinned:'} {printable(path)}")
+            print(f"{'pinned' if pins else 'unpinned' if was else 'was not pinned:'} {printable(path)}")
     if options.json:
-        print_json([{"path": info.path, "pinned": pins} for info in infos])
+        print_json([{"path": path, "pinned": pins} for path in was_pinned])
     return Exit.OK

@@ -127,3 +127,13 @@ def test_keep_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.Captu
     assert main(["verify", str(manifest.parent)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
     assert main(["keep", str(manifest.parent)]) == 0
+
+
+def test_the_pin_of_a_checkpoint_that_was_deleted_by_hand_can_be_dropped(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    Checkpointer(strategy="sync").save({"step": 1}, path)
+    assert main(["keep", path]) == 0
+    os.unlink(path)
+    assert main(["drop", path]) == 0
+    assert os.listdir(tmp_path) == []
+    assert main(["drop", path]) == 1
