@@ -313,7 +313,7 @@ class Catalog:
         """Return all committed checkpoints, newest first (:func:`newest_first`). Reads each manifest."""
         found = self._found()
         run_parallel(self._read_stamp, found, threads=min(_READERS, len(found)))
-        self._stamps = {info: self._stamps[info] for info in found}
+        self._stamps = {info: self._stamps[info] for info in found if info in self._stamps}
         return newest_first(
             dataclasses.replace(info, is_readable=False)
             if stamp is None
@@ -328,6 +328,8 @@ class Catalog:
             self._stamps[info] = stamp_of(info.path, storage=self._storage, is_directory=info.is_directory)
         except UnsafeCheckpointError:
             self._stamps[info] = NO_STAMP  # holds more than plain data, which is not opened to find out
+        except CheckpointNotFoundError:
+            pass  # deleted since it was listed
         except CheckpointError:
             self._stamps[info] = None
 

@@ -229,12 +229,11 @@ def _read_of(
 
 
 def is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
-    """Return whether a path or URL still leads to something that its run's retention has not deleted."""
+    """Return whether a checkpoint is still there, and its run's retention has not deleted it."""
     try:
-        find(path, storage_options)
+        return find(path, storage_options).is_checkpoint
     except CheckpointNotFoundError:
         return False
-    return True
 
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:

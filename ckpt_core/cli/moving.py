@@ -441,6 +441,8 @@ def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
                 return "directory", (checkpoint.save_id, checkpoint.stamp)
         except (CheckpointCorruptedError, CheckpointFormatError):
             return "damaged", object()  # like no other
+        except CheckpointNotFoundError:
+            return None  # deleted meanwhile
     if not storage.exists(path):
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer
 from ckpt_core._pipeline.loading import peek
 from ckpt_core.events import CheckpointSkipped, Event
 from ckpt_core.storage import LocalStorage
+from ckpt_core.storage.base import FileInfo
 from tests.support.damage import flip_bit
 
 
@@ -44,6 +46,16 @@ def test_only_committed_checkpoints_are_listed_newest_first(directory: Path) -> 
     assert names(infos) == ["3.ckpt", "2.ckpt", "1.ckpt"]
     assert infos[0].size == (directory / "3.ckpt").stat().st_size
     assert infos[0].modified == 3
+
+
+def test_what_is_deleted_after_it_was_listed_is_left_out(directory: Path) -> None:
+    class BesideARun(LocalStorage):
+        def list(self, directory: str) -> Sequence[FileInfo]:
+            found = super().list(directory)
+            Path(directory, "2.ckpt").unlink(missing_ok=True)  # by its retention
+            return found
+
+    assert names(Catalog(directory, storage=BesideARun()).checkpoints()) == ["3.ckpt", "1.ckpt"]
 
 
 def test_walk_back_to_the_newest_that_verifies(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
