@@ -172,11 +172,12 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
 
 def missing(path: str) -> CheckpointNotFoundError:
     """Return the error for a path at which nothing is."""
-    return CheckpointNotFoundError(
-        f"there is no such file, directory or bucket: {path}",
-        path=path,
-        remedy="check the path" + (f"; of a store also {STORE_OPTIONS}" if "://" in path else ""),
-    )
+    remedy = "check the path"
+    if "://" in path:
+        remedy += f"; of a store also {STORE_OPTIONS}"
+    elif os.path.islink(path):
+        remedy = f"it is a link to {os.readlink(path)}, where nothing is: make or mount that, or delete the link"
+    return CheckpointNotFoundError(f"there is no such file, directory or bucket: {path}", path=path, remedy=remedy)
 
 
 def find(

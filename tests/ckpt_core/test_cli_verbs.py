@@ -389,6 +389,7 @@ def test_what_is_no_checkpoint_holds_up_no_copy_of_the_others(verb: str, home: P
     assert [entry["target"] for entry in json.loads(captured.out)] == ["new/a.ckpt", "new/b.ckpt", "new/c"]
     for name in ("0", "0.ckpt", "0.txt"):
         assert captured.err.count(f"run/{name}\n") == 1
+    assert "it is a link to nowhere, where nothing is" in captured.err
     assert sorted(os.listdir("new")) == ["a.ckpt", "b.ckpt", "c"]
 
 
