@@ -266,7 +266,16 @@ class LocalStorage(Storage):
                     remedy='if you trust the links, set storage_options={"follow_links": True}, or copy the checkpoint '
                     "with the files that they lead to (cp -rL)",
                 )
-        return self.open(path)
+        try:
+            return self.open(path)
+        except CheckpointNotFoundError as error:
+            if not os.path.islink(path):
+                raise
+            raise CheckpointCorruptedError(
+                "a file of the checkpoint is a link to where nothing is",
+                path=path,
+                remedy="bring back what it leads to",
+            ) from error
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_core import Catalog, CheckpointCorruptedError, CheckpointError, CheckpointFormatError
+from ckpt_core import Catalog, CheckpointCorruptedError, CheckpointError, CheckpointFormatError, verify
 from ckpt_core._layouts.directory.manifest import Manifest
 from ckpt_core.catalog import RECORD_OF_RESUMES
 from ckpt_core.cli import main
@@ -372,6 +373,16 @@ def test_a_link_in_the_place_of_the_manifest_is_refused(saved: Path, attack: Cal
     (path / MANIFEST_NAME).unlink()
     (path / MANIFEST_NAME).symlink_to(saved / MANIFEST_NAME)
     assert refused(path).path == str(path / MANIFEST_NAME)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "model-00001-of-00002.safetensors"])
+def test_a_trusted_link_to_where_nothing_is_is_damage(saved: Path, tmp_path: Path, name: str) -> None:
+    path = shutil.copytree(saved, tmp_path / "copy")
+    (path / name).unlink()
+    (path / name).symlink_to("gone")
+    with pytest.raises(CheckpointCorruptedError, match="is a link to where nothing is") as caught:
+        verify(path, storage_options={"follow_links": True})
+    assert caught.value.path == str(path / name)
 
 
 def test_a_link_to_the_checkpoint_is_fine(saved: Path, tmp_path: Path) -> None:
