@@ -223,10 +223,20 @@ def _code_in_words(value: Any) -> str:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object, those in slots too."""
+    """Return the attributes of an object, those in slots too, and what its class has in the place of others."""
     kind: Any = type(value)
-    slots = [name for name in slots_of(kind) if hasattr(value, name)]
-    return [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name)) for name in slots)]
+    own = getattr(value, "__dict__", {})
+    elsewhere = [name for name in slots_of(kind) if hasattr(value, name)]
+    elsewhere += [name for name in _defaults_of(kind) if name not in own]
+    return [*own.items(), *((name, getattr(value, name)) for name in elsewhere)]
+
+
+@functools.lru_cache(maxsize=256)
+def _defaults_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of plain values of a user's class, which an instance may get one of its own in the place of."""
+    bases = [] if is_library(kind) else [base for base in kind.__mro__ if not is_library(base)]
+    names = {name: value for base in reversed(bases) for name, value in vars(base).items() if name[:2] != "__"}
+    return tuple(name for name, value in names.items() if type(value) in (*NUMBERS, str))
 
 
 def children_of(value: Any) -> list[tuple[str, Any]]:

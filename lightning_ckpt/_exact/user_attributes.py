@@ -177,7 +177,8 @@ class UsersObjects(Live):
                 is_as_set = path in set_before and set_before[path] == value
                 by_hooks = before is not None and (before.get(name, {}).get(path) != value or is_as_set)
                 if now.get(path) != digest and not by_hooks:
-                    found.append((type(self._owners[name]), path, values.get(path)))
+                    value = values.get(path, getattr(type(self._owners[name]), path, None))
+                    found.append((type(self._owners[name]), path, value))
         set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
         kept = dict(zip(map(id, set_only), are_kept(set_only), strict=True))
         names = [f"{kind.__name__}.{path}" for one in found for kind, path, _ in [one] if kept.get(id(one), True)]

@@ -145,6 +145,21 @@ def at_a_function(run: Run) -> None:
     run.uses(counted())
 
 
+class Paced:
+    pace = 1.0
+
+    def slow_down(self) -> None:
+        self.pace *= 0.5
+
+
+def in_place_of_a_value_of_the_class(run: Run) -> None:
+    paced = Paced()
+    if run.begins():
+        paced.slow_down()
+        run.saves()
+    run.uses(paced.pace)
+
+
 def in_a_scaler(run: Run) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.ones(()))
@@ -568,6 +583,7 @@ def _begin_anew() -> None:
         (in_a_context, "`LEVEL` of"),
         (in_a_default, "`seen` of appended() in"),
         (at_a_function, "`calls` of counted() in"),
+        (in_place_of_a_value_of_the_class, "`paced.pace` of in_place_of_a_value_of_the_class() in"),
         (in_a_scaler, "`scaler` of in_a_scaler() in"),
         (in_a_model_of_its_own, "`CRITIC` of"),
         (in_a_parameter, "`extra.temperature` of in_a_parameter() in"),
