@@ -140,6 +140,8 @@ class Session:
         # where it is not set, the rule is `total_limit`
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()  # paths of checkpoints that no policy deletes
+        # Returns further objects that may be of the script's classes, as an integration knows them
+        self.owners: Callable[[], Iterable[object]] = tuple
         # Why a resume from what is saved now is not exact, as far as an integration knows it
         self.not_exact: list[str] = []
         self.metrics: dict[str, float] = {}  # the last value of each number that the script has logged
@@ -236,7 +238,7 @@ class Session:
         names = ("dataset", "sampler", "batch_sampler", "collate_fn")
         data = [getattr(one, name, None) for one in loaders for name in names]
         # a class of the script's may have more than its state_dict holds
-        users = [one for one in [*inner, *accelerator._custom_objects] if not is_library(type(one))]
+        users = [one for one in [*inner, *accelerator._custom_objects, *self.owners()] if not is_library(type(one))]
         librarys = [one for one in accelerator._custom_objects if is_library(type(one))]
         return Watched(accelerator._models, [accelerator, *wrapped, *inner, *loaders, *librarys], users, data)
 

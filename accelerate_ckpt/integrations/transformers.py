@@ -166,6 +166,7 @@ class ResumableCallback(TrainerCallback):
         accelerator.register_save_state_pre_hook(self._write_files)
         trainer.__class__ = _below_overrides(type(trainer))  # type: ignore[arg-type]
         trainer._resumable_callback = self
+        self._session.owners = functools.partial(_of_the_script, weakref.ref(trainer))
         around: dict[str, Callable[..., Any]] = {
             "train": self._train,
             **({"log": self._log} if self._session.config.log_metrics else {}),
@@ -595,6 +596,12 @@ class _LoopState:
         trainer._globalstep_last_logged = int(state["step_of_last_log"])
         # The mean that train() returns is of its own steps.
         trainer._total_loss_scalar = -float(state["loss_since_log"])
+
+
+def _of_the_script(known: weakref.ref[Any]) -> list[object]:
+    """Return the Trainer and its callbacks, of which some may be of the script's classes."""
+    trainer = known()
+    return [] if trainer is None else [trainer, *trainer.callback_handler.callbacks]
 
 
 def _unbound() -> CheckpointError:

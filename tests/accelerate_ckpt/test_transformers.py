@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import random
+import re
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from ckpt_core.errors import (
 transformers = pytest.importorskip("transformers", reason="the optional extra is not installed")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from accelerate_ckpt._state.session import close_sessions, session_of  # noqa: E402
 from accelerate_ckpt.config import OptionError  # noqa: E402
@@ -187,6 +190,62 @@ def test_a_resumed_run_ends_and_logs_as_one_that_was_never_interrupted(
     assert resumed.state.global_step == 2 * STEPS_PER_EPOCH
     assert_same(weights(resumed), weights(whole))
     assert logged(resumed) == logged(whole) and len(logged(whole)) == 4
+
+
+class Anneals(TrainerCallback):
+    """Keeps a factor in an attribute, and says nothing of a state."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.factor *= 0.9
+        with torch.no_grad():
+            model.layers[0].weight.mul_(self.factor)
+
+
+class AnnealsWithState(Anneals, ExportableState):
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"factor": self.factor}}
+
+
+class OfItsOwn(Trainer):
+    """Keeps a sum in an attribute."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.total = 0.0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.total += float(loss)
+        return loss * (1 + self.total)
+
+
+@pytest.mark.parametrize(
+    ("callback", "kind", "named"),
+    [
+        (Anneals, Trainer, ["`factor` of Anneals"]),
+        (AnnealsWithState, Trainer, []),
+        (TrainerCallback, OfItsOwn, ["`total` of OfItsOwn"]),
+    ],
+)
+def test_attributes_of_callbacks_and_subclasses_that_a_resume_has_lost_are_named(
+    tmp_path: Path, callback: Any, kind: type[Trainer], named: list[str]
+) -> None:
+    def trainer() -> Trainer:
+        parts = [callback(), ResumableCallback()]
+        return trainer_for(tmp_path, callbacks=parts, kind=kind, restore_callback_states_from_checkpoint=True)
+
+    first = trainer()
+    first.add_callback(StopAfter(7))
+    with pytest.raises(StopError):
+        first.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer().train(resume_from_checkpoint=True)
+    found = [str(one.message) for one in caught if "begins without variables of the script" in str(one.message)]
+    assert [re.findall(r"`\w+` of \w+", text) for text in found] == [named] * bool(named)
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
