@@ -28,7 +28,8 @@ _OBJECTS = 5000
 _ITEMS = 256
 _SAMPLE = 64
 
-_ENTERED = ("torch.utils.data", "torch.nn")
+# collators of transformers draw masks from a generator of theirs, and the Trainer wraps them
+_ENTERED = ("torch.utils.data", "torch.nn", "transformers.data.data_collator", "transformers.trainer_utils")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_GENERATORS = frozenset({*_SCALARS, *_CONTAINERS, torch.Tensor, types.FunctionType, types.MethodType})

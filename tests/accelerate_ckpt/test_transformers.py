@@ -28,6 +28,8 @@ from ckpt_core.errors import (
 
 transformers = pytest.importorskip("transformers", reason="the optional extra is not installed")
 
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
@@ -246,6 +248,47 @@ def test_attributes_of_callbacks_and_subclasses_that_a_resume_has_lost_are_named
         trainer().train(resume_from_checkpoint=True)
     found = [str(one.message) for one in caught if "begins without variables of the script" in str(one.message)]
     assert [re.findall(r"`\w+` of \w+", text) for text in found] == [named] * bool(named)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_masks_that_a_collator_of_transformers_draws_from_its_own_seed_continue(tmp_path: Path, workers: int) -> None:
+    words = {str(number): number for number in range(16)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", mask_token="1", unk_token="0"
+    )
+
+    def trainer(folder: str) -> Trainer:
+        torch.manual_seed(3)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+        arguments = TrainingArguments(
+            str(tmp_path / folder),
+            max_steps=8,
+            save_steps=3,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+            dataloader_num_workers=workers,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        return Trainer(
+            model,
+            arguments,
+            data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4, seed=7),
+            train_dataset=[{"input_ids": [2 + (number + at) % 14 for at in range(8)]} for number in range(20)],
+            callbacks=[ResumableCallback()],
+        )
+
+    whole = trainer("whole")
+    whole.train()
+    first = trainer("parts")
+    first.add_callback(StopAfter(4))
+    with pytest.raises(StopError):
+        first.train()
+    resumed = trainer("parts")
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed) == logged(whole) and len(logged(whole)) == 8
+    assert_same(weights(resumed), weights(whole))
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
