@@ -46,6 +46,7 @@ from ckpt_core.state.value_marks import (
     Known,
     Look,
     children_of,
+    defaults_of,
     is_other,
     mark_of,
     may_change,
@@ -269,8 +270,10 @@ class Variables:
         missed.sort(key=lambda one: -one[1].path.count("."))
         used, logged = dict[Any, str](), dict[Any, str]()
         for key, held, noted in missed:
-            is_variable = CELL in held.path or "." not in held.path
-            told = (_shown(held.path).rpartition(".")[2], *noted[:2]) if is_variable else key
+            name = _shown(held.path).rpartition(".")[2]
+            # what objects have of their class is named once, as the class's
+            is_shared = CELL in held.path or "." not in held.path or name in defaults_of(held.owner or object)
+            told = (name, *noted[:2]) if is_shared else key
             if _decides(source, held, noted):
                 used[told] = key
             elif source is not None and source.is_logged(source.names_of(held.path, held.code)[-1]):

@@ -227,12 +227,12 @@ def own_attributes(value: Any) -> list[tuple[str, Any]]:
     kind: Any = type(value)
     own = getattr(value, "__dict__", {})
     elsewhere = [name for name in slots_of(kind) if hasattr(value, name)]
-    elsewhere += [name for name in _defaults_of(kind) if name not in own]
+    elsewhere += [name for name in defaults_of(kind) if name not in own]
     return [*own.items(), *((name, getattr(value, name)) for name in elsewhere)]
 
 
 @functools.lru_cache(maxsize=256)
-def _defaults_of(kind: Any) -> tuple[str, ...]:
+def defaults_of(kind: Any) -> tuple[str, ...]:
     """Return the names of plain values of a user's class, which an instance may get one of its own in the place of."""
     bases = [] if is_library(kind) else [base for base in kind.__mro__ if not is_library(base)]
     names = {name: value for base in reversed(bases) for name, value in vars(base).items() if name[:2] != "__"}

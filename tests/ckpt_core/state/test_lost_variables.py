@@ -146,10 +146,10 @@ def at_a_function(run: Run) -> None:
 
 
 class Paced:
-    pace = 1.0
+    stride = 1.0
 
     def slow_down(self) -> None:
-        self.pace *= 0.5
+        self.stride *= 0.5
 
 
 def in_place_of_a_value_of_the_class(run: Run) -> None:
@@ -157,7 +157,7 @@ def in_place_of_a_value_of_the_class(run: Run) -> None:
     if run.begins():
         paced.slow_down()
         run.saves()
-    run.uses(paced.pace)
+    run.uses(paced.stride)
 
 
 def in_a_scaler(run: Run) -> None:
@@ -583,7 +583,7 @@ def _begin_anew() -> None:
         (in_a_context, "`LEVEL` of"),
         (in_a_default, "`seen` of appended() in"),
         (at_a_function, "`calls` of counted() in"),
-        (in_place_of_a_value_of_the_class, "`paced.pace` of in_place_of_a_value_of_the_class() in"),
+        (in_place_of_a_value_of_the_class, "`paced.stride` of in_place_of_a_value_of_the_class() in"),
         (in_a_scaler, "`scaler` of in_a_scaler() in"),
         (in_a_model_of_its_own, "`CRITIC` of"),
         (in_a_parameter, "`extra.temperature` of in_a_parameter() in"),
