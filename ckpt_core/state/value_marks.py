@@ -203,8 +203,8 @@ class Look:
             yield path, PLACE, {**state, "": getattr(value, "_update_count", None)}, owner
         elif parameters and self._shapes <= {one.shape for one in parameters}:
             yield path, WEIGHTS, parameters, owner
-        elif parameters:
-            yield path, STAYS, mark_of(some(parameters)), owner
+        elif parameters or (buffers := list(value.buffers())):
+            yield path, STAYS, mark_of(some(parameters) if parameters else buffers[:MOST_VALUES]), owner
 
 
 def _kept_in(value: Any) -> Any:

@@ -177,6 +177,21 @@ def in_a_model_of_its_own(run: Run) -> None:
     run.uses(CRITIC.weight)
 
 
+class Centers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centers", torch.zeros(3, 2))
+        self.register_buffer("weights", torch.ones(3))
+
+
+def in_buffers_of_a_loss(run: Run) -> None:
+    loss, constant = Centers(), Centers()
+    if run.begins():
+        loss.centers.add_(0.1)  # type: ignore[operator]
+        run.saves()
+    run.uses((loss, constant))
+
+
 def in_a_parameter(run: Run) -> None:
     extra = {"temperature": torch.nn.Parameter(torch.ones(()))}
     if run.begins():
@@ -586,6 +601,7 @@ def _begin_anew() -> None:
         (in_place_of_a_value_of_the_class, "`paced.stride` of in_place_of_a_value_of_the_class() in"),
         (in_a_scaler, "`scaler` of in_a_scaler() in"),
         (in_a_model_of_its_own, "`CRITIC` of"),
+        (in_buffers_of_a_loss, "`loss` of in_buffers_of_a_loss() in"),
         (in_a_parameter, "`extra.temperature` of in_a_parameter() in"),
         (in_a_tuple_with_names, "`pair."),
         (in_a_dictionary_that_begins_empty, "`shadow` of in_a_dictionary_that_begins_empty() in"),
