@@ -121,13 +121,16 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
                 if removes:
                     _remove(info, target, options.storage_options, target_options)
             except CheckpointError as error:
+                if info.path not in options.sources and not is_there(info.path, options.storage_options):
+                    print(f"{printable(info.path)} was deleted meanwhile", file=sys.stderr)
+                    continue
                 is_refused = isinstance(error, StorageError)  # by the store: the others would be, too
                 if not done if is_refused else len(infos) == 1 and not failures:
                     raise
                 failures[info.path] = error
                 if is_refused:
                     break
-                continue  # damaged, no checkpoint, or deleted meanwhile
+                continue  # damaged, or no checkpoint
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"

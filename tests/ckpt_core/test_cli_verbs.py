@@ -411,6 +411,19 @@ def test_verify_beside_a_run_calls_nothing_missing_that_was_deleted_meanwhile(ho
     assert sorted(captured.err.splitlines()) == ["run/a.ckpt was deleted meanwhile", "run/c was deleted meanwhile"]
 
 
+def test_cp_beside_a_run_leaves_out_what_was_deleted_meanwhile(home: Path, capsys: Capture) -> None:
+    def delete_the_newest(_: int) -> None:
+        if (home / "new" / "a.ckpt").exists():
+            shutil.rmtree(home / "run" / "c", ignore_errors=True)
+
+    with counting(delete_the_newest):
+        assert main(["cp", "run", "new", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [entry["target"] for entry in json.loads(captured.out)] == ["new/a.ckpt", "new/b.ckpt"]
+    assert captured.err == "run/c was deleted meanwhile\n"
+    assert sorted(os.listdir("new")) == ["a.ckpt", "b.ckpt"]
+
+
 @pytest.mark.parametrize("verb", ["ls", "du"])
 @pytest.mark.usefixtures("home")
 def test_what_is_not_there_hides_none_of_the_others(verb: str, capsys: Capture) -> None:
