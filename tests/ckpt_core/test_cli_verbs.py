@@ -394,10 +394,10 @@ def test_what_is_no_checkpoint_holds_up_no_copy_of_the_others(verb: str, home: P
 
 
 def test_verify_beside_a_run_calls_nothing_missing_that_was_deleted_meanwhile(home: Path, capsys: Capture) -> None:
-    Checkpointer(strategy="sync").save({"w": torch.ones(100_000), "step": 9}, home / "run" / "new.ckpt")
+    Checkpointer(strategy="sync").save({"w": torch.ones(1_000_000), "step": 9}, home / "run" / "new.ckpt")
 
     def delete_others(nbytes: int) -> None:
-        if nbytes >= 100_000:  # the newest is compared, which is read first
+        if nbytes >= 1_000_000:  # all are listed, and the tensor of the newest is compared
             shutil.rmtree(home / "run" / "c", ignore_errors=True)
             (home / "run" / "a.ckpt").unlink(missing_ok=True)
 
