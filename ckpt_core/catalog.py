@@ -430,13 +430,14 @@ class Catalog:
             refuse_wrong_directory(directory, self._storage_options)
 
     def refuse_unwritable(self) -> None:
-        """Refuse a directory in which a run could not save. Uploads can wait for a store that refuses them now.
+        """Refuse a directory in which a run could not save. Later starts do without the place of the uploads.
 
         Raises:
             CheckpointError: As :func:`ckpt_core.storage.refuse_unwritable`.
         """
         refuse_unwritable(self._saved_in, self._storage_options)
-        if self._uploaded_to != self._saved_in:
+        here = Catalog(self._saved_in, suffix=self._suffix, levels=self._levels)
+        if self._uploaded_to != self._saved_in and not here.paths():
             refuse_wrong_directory(self._uploaded_to, self._storage_options)
 
     def peek(self, path: str) -> Any:

@@ -166,6 +166,16 @@ def test_tiers_keep_the_record_on_the_local_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "remote").exists()
 
 
+def test_only_a_first_start_needs_the_place_of_the_uploads(tmp_path: Path) -> None:
+    (tmp_path / "remote").symlink_to(tmp_path / "not mounted")
+    run, tiers = tmp_path / "local" / "run", Tiers.of(str(tmp_path / "local"), str(tmp_path / "remote"), None)
+    with pytest.raises(StorageError, match="link that leads nowhere"):
+        newest_to_resume(run, tiers=tiers)
+    save(run, 1)
+    point = newest_to_resume(run, tiers=tiers)
+    assert point is not None and point.step == 1
+
+
 def test_what_is_known_of_a_point_is_said() -> None:
     assert str(ResumePoint("a.ckpt", step=7, batch=3)) == "a.ckpt (step 7, batch 3)"
     assert str(ResumePoint("a.ckpt")) == "a.ckpt"
