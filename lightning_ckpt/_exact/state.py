@@ -305,7 +305,8 @@ class ExactState(Live):
         self._after_hooks = []  # those of hooks that have failed
         self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
         if self._data.attempts <= self._data.begun + self._internals.prefetched:
-            self._counters.pass_begins(self._data.begun)
+            # a step that takes the iterator is counted before it fetches
+            self._counters.pass_begins(self._data.begun + self._internals.steps_take_the_iterator)
         if not self._window_open(self._internals.counts()["batch"]["ready"]):
             self._accumulation.window_closed()
         if self.at_moment is not None:

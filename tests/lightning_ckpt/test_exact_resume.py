@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lightning_ckpt.resumable import ResumableCheckpoint
+from tests.lightning_ckpt.captured import Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import (
     Model,
     Outcome,
@@ -156,6 +158,24 @@ LOADERS = [
 @pytest.mark.parametrize("case", LOADERS)
 def test_loaders(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+class TakesTheIterator(Model):
+    def log(self, *args: Any, **options: Any) -> None:
+        super().log(*args, **{"batch_size": 4, **options})  # which Lightning cannot know here
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("count", [1, LAST, LAST + 1, MID])
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"loader": "quiet_stream"}], ids=["0", "2", "stream"])
+def test_steps_that_take_the_iterator(options: dict[str, Any], count: int, tmp_path: Path) -> None:
+    model = functools.partial(TakesTheIterator, options)
+    expected, found, said = train_and_resume(Training(model), tmp_path, ("on_train_batch_end", count))
+    assert not said
+    assert found == expected
 
 
 VAL = {"val": True}
