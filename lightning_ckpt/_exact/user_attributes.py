@@ -2,12 +2,14 @@
 
 Attributes themselves are not put back: a user may have meant another value. But each one that the run has changed is
 remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back. Numbers that were
-not there when training started, and are not at a resume, are put back: what reads them would fail.
+not there when training started, and are not at a resume, are put back: what reads them would fail. So are those in
+lists and dictionaries that were empty then, as in the list of an epoch's losses that Lightning's documentation shows.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from ckpt_core.state.changed_values import PlainState, small
+from ckpt_core.state.changed_values import PlainState, fingerprint, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, in_words
@@ -28,6 +30,7 @@ _FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTrack
 _HOLDS = ("state_dict", "on_save_checkpoint")
 _MODULE = ("module", "datamodule")
 _NAMED = 5
+_EMPTY = {fingerprint(kind()) for kind in (list, dict, set, deque)}
 _SCALARS = (bool, int, float, str, type(None))  # None also for what there is not yet
 
 Digests = dict[str, dict[str, str]]
@@ -117,9 +120,10 @@ class UsersObjects(Live):
         return left, made_by_steps
 
     def _is_new(self, name: str, path: str, digests: Mapping[str, str]) -> bool:
-        """Whether training made an attribute, and not a hook of the epoch's start alone."""
+        """Whether training made an attribute, or filled it, and not a hook of the epoch's start alone."""
         owner: Any = self._owners[name]
-        was_there = path in self._at_start.get(name, {path: ""}) and (name, path) not in self._put_back
+        start = self._at_start.get(name, {path: ""})
+        was_there = path in start and start[path] not in _EMPTY and (name, path) not in self._put_back
         by_hook = self._by_hooks.get(name, {}).get(path) == digests[path]
         return path in vars(owner) and not (was_there or by_hook or hasattr(type(owner), path))
 
@@ -135,10 +139,12 @@ class UsersObjects(Live):
         self._by_hooks_before = {name: dict(digests) for name, digests in set_by_hooks.items()}
 
     def make_again(self, made: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put back the attributes that training made, and that neither the script nor a state has made again."""
+        """Put back the attributes that training made or filled, and that neither the script nor a state has again."""
         for name, values in made.items():
             if name in self._plain:
-                missing = {path: value for path, value in values.items() if not hasattr(self._owners[name], path)}
+                owner, now = self._owners[name], self._plain[name].digests()
+                missing = {path: value for path, value in values.items() if not hasattr(owner, path)}
+                missing |= {path: {**values[path], "in_place": True} for path in values if now.get(path) in _EMPTY}
                 self._plain[name].restore(missing)
                 self._put_back.update((name, path) for path in missing)
 

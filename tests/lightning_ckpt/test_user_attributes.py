@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,21 @@ class Collects(Model):
         self.log("mean", torch.stack(self.losses).mean())
 
 
+class CollectsForAnEpoch(Collects):
+    """As Lightning's documentation shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = []
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.losses.clear()
+
+
 class CollectsRows(Collects):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -178,9 +194,36 @@ class TellsOfSteps(Callback):
 
 
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
-@pytest.mark.parametrize("model", [Collects, Tells])
+@pytest.mark.parametrize("model", [Collects, CollectsForAnEpoch, Tells])
 def test_numbers_that_steps_make_are_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(model, lambda: [TellsOfSteps()]), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+class CollectsByLabel(Callback):
+    """Whose dictionary and window begin empty, and decide about training."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, list[float]] = {}
+        self.window: deque[float] = deque(maxlen=5)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.parts.setdefault(batch_idx % 2, []).append(float(outputs["loss"]))
+        self.window.append(float(outputs["loss"]))
+        with torch.no_grad():
+            pl_module.other.weight.mul_(1 / (1 + sum(self.window)))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for part in self.parts.values():
+                pl_module.other.weight.add_(1 / (1 + sum(part)) / len(part))
+        self.parts.clear()
+
+
+@pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
+def test_containers_that_steps_fill_are_put_back(at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(callbacks=lambda: [CollectsByLabel()]), tmp_path, at)
     assert not said
     assert found == expected
 
