@@ -7,7 +7,7 @@ tier holds a snapshot that survives a share of the failures; just-in-time checkp
 hold, at a share of the failures, so that a step is lost. Both are modelled here, not measured.
 
     python tools/goodput.py --ranks 1,1024,16384 --stall 0.5 --commit 30
-    python tools/goodput.py --plot docs/goodput.svg
+    python tools/goodput.py --plot docs/images/goodput.svg
 """
 
 from __future__ import annotations
