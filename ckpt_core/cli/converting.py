@@ -40,7 +40,7 @@ def add_commands(commands: Commands) -> None:
     convert.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
     convert.add_argument("--prefix", help="safetensors: left out of the tensors' names (that which all of them have)")
     convert.add_argument(
-        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file"
+        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
     )
     convert.add_argument(
         "--allow-pickle",
