@@ -105,7 +105,7 @@ class SaveCommitted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """The save failed; whatever was under its final name before is unchanged.
+    """The save failed; whatever was under its final name before is unchanged, unless a store lost bytes of the upload.
 
     Attributes:
         error: The error in words.
