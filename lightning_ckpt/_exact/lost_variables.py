@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from ckpt_core.state.code_origin import is_library
@@ -68,9 +68,13 @@ class ScriptVariables:
         """The fit is over."""
         self._variables.ends()
 
-    def capture(self, *, between: bool, ends: bool) -> dict[str, Any]:
-        """Return what training has changed, where a resume begins with the next epoch, or the end of this one."""
-        return self._variables.capture(between=between, ends=ends)
+    def capture(self, *, between: bool, ends: bool, but: Set[str]) -> dict[str, Any]:
+        """Return what training has changed, where a resume begins with the next epoch, or the end of this one.
+
+        Leave out what is ``but`` changed by what a resume begins anew.
+        """
+        found = self._variables.capture(between=between, ends=ends)
+        return {**found, "values": {key: one for key, one in found.get("values", {}).items() if key not in but}}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """The run continues from what :meth:`capture` returned."""

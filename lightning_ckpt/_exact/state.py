@@ -46,7 +46,7 @@ from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_
 from lightning_ckpt._exact.modes import Modes
 from lightning_ckpt._exact.precision import Precision
 from lightning_ckpt._exact.rank_states import continue_elastic, elastic_causes, keep_apart, put_back, state_for_rank
-from lightning_ckpt._exact.user_attributes import UsersObjects
+from lightning_ckpt._exact.user_attributes import Digests, UsersObjects
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
 from lightning_ckpt._private.pruning import masks_left_out, weights_to_go_back_to
@@ -77,6 +77,7 @@ _IN_PROGRESS = (
     "_validation",
     "_validation_over",
     "_validation_progress",
+    "_before",
     "_versions_at_end",
     "_hooks_are_over",
     "_after_hooks",
@@ -91,6 +92,7 @@ class _Moment:
     metrics: MetricsMoment
     versions: int
     generators: Mapping[str, Any]
+    lengths: Mapping[tuple[str, str], int]  # of lists in attributes
 
 
 class ExactState(Live):
@@ -130,6 +132,7 @@ class ExactState(Live):
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
         self._validation_progress: dict[str, Any] = {}
+        self._before: Digests = {}  # the validation
         self._validation_over = False
         self._modes_outside: dict[str, dict[str, bool]] = {}
         self._averaged = False
@@ -289,7 +292,7 @@ class ExactState(Live):
     def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
         versions, generators = self._versions(), self._users.generators.generators()
-        return _Moment(rng, metrics, versions, generators)
+        return _Moment(rng, metrics, versions, generators, self._users.lengths())
 
     def _versions(self) -> int:
         return sum(tensor._version for tensor in self._tensors)
@@ -330,6 +333,7 @@ class ExactState(Live):
             self._validation, self._validation_over = self._moment(RngState.capture()), False
             self._modes_outside = self._modes.capture()
             self._validation_progress = self._internals.progress()
+            self._before = self._users.digests()
             if self.at_moment is not None:
                 self.at_moment()
 
@@ -521,14 +525,23 @@ class ExactState(Live):
             data = self._data.capture(0 if begun else position, self._internals.prefetched)
         else:
             data = self._data.capture_between_epochs()
-        changed, made = self._users.capture(in_epoch=phase not in ("between_epochs", "epoch_end"), ends=ends)
+        again = moment if redo or phase == "validation" else None
+        changed, made = self._users.capture(
+            in_epoch=phase not in ("between_epochs", "epoch_end"),
+            ends=ends,
+            lengths=None if again is None else again.lengths,
+            before=self._before if phase == "validation" else None,
+        )
+        anew = self._users.not_before(self._before) if phase == "validation" else set()
         return {
             "replicated": {
                 "phase": phase,
                 "progress": progress,
                 "changed": changed,
                 "set_by_hooks": self._users.set_by_hooks(),
-                "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends) if looks else {},
+                "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends, but=anew)
+                if looks
+                else {},
                 "limits": self._limits.capture(),
                 "epoch_lengths": self._lengths.capture(None if in_epoch else self._whole_epoch()),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),

@@ -30,6 +30,7 @@ _FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTrack
 _HOLDS = ("state_dict", "on_save_checkpoint")
 _MODULE = ("module", "datamodule")
 _NAMED = 5
+_UNKNOWN = object()
 _EMPTY = {fingerprint(kind()) for kind in (list, dict, set, deque)}
 _SCALARS = (bool, int, float, str, type(None))  # None also for what there is not yet
 
@@ -58,6 +59,7 @@ class UsersObjects(Live):
         self._copies: dict[str, dict[str, Any]] = {}
         self._looked_at: set[tuple[str, str, bool]] = set()
         self._put_back: set[tuple[str, str]] = set()
+        self._lists: list[tuple[str, str]] = []  # those that steps may fill
 
     def digests(self) -> Digests:
         """Return the digests of all plain attributes."""
@@ -73,6 +75,7 @@ class UsersObjects(Live):
         """What changes from now on is changed by training."""
         self.generators.look()
         self._at_start = self.digests()
+        self._look_for_lists()
 
     def epoch_began(self, before: Digests) -> None:
         """The hooks of the epoch's start have run; ``before`` are the digests from before them."""
@@ -82,20 +85,47 @@ class UsersObjects(Live):
             for path, digest in now.items():
                 if path in made or earlier.get(path) != digest:
                     made[path] = digest
+        self._look_for_lists()
+
+    def _look_for_lists(self) -> None:
+        places = {(name, path) for name, found in self._at_start.items() for path in found if found[path] in _EMPTY}
+        places |= self._put_back | {(name, path) for name, found in self._by_hooks.items() for path in found}
+        self._lists = [(name, path) for name, path in places if type(vars(self._owners[name]).get(path)) is list]
+
+    def lengths(self) -> dict[tuple[str, str], int]:
+        """Return how many items there are now in the lists that steps may fill."""
+        values = {(name, path): vars(self._owners[name]).get(path) for name, path in self._lists}
+        return {place: len(value) for place, value in values.items() if type(value) is list}
 
     # ---- at a save ---------------------------------------------------------------------------------------------------
 
-    def capture(self, *, in_epoch: bool = True, ends: bool = False) -> tuple[Digests, dict[str, dict[str, Any]]]:
+    def capture(
+        self,
+        *,
+        in_epoch: bool = True,
+        ends: bool = False,
+        lengths: Mapping[tuple[str, str], int] | None = None,
+        before: Digests | None = None,
+    ) -> tuple[Digests, dict[str, dict[str, Any]]]:
         """Return the digests of what has changed since the objects were set up, without lists that only tell.
 
         Also return the attributes that training made, as far as they are numbers. What training has changed and no
         state holds is named, once. With ``in_epoch``, a resume continues an epoch, and does not begin the next one,
-        whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that.
+        whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that. ``lengths``
+        are those of lists ``before`` what a resume does again; what other containers had then is known if they have it
+        now.
         """
         changed = {name: plain.changed() for name, plain in self._plain.items()}
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
-            new = {path: small(vars(owner)[path]) for path in changed[name] if self._is_new(name, path, changed[name])}
+            made = {path: vars(owner)[path] for path in changed[name] if self._is_new(name, path, changed[name])}
+            if lengths is not None:
+                same = {
+                    path for path, digest in (before or {}).get(name, {}).items() if digest == changed[name].get(path)
+                }
+                made = {p: v if p in same else _cut(v, lengths.get((name, p))) for p, v in made.items()}
+                changed[name] |= {path: fingerprint(value) for path, value in made.items() if value is not _UNKNOWN}
+            new = {path: small(value) for path, value in made.items()}
             made_by_steps[name] = {path: value for path, value in new.items() if value is not None}
             if _holds_state(type(owner)):
                 continue
@@ -118,6 +148,15 @@ class UsersObjects(Live):
                     _warn_of(owner, name.partition(" ")[0], named)
         left = {name: self._plain[name].without_records(digests) for name, digests in changed.items()}
         return left, made_by_steps
+
+    def not_before(self, before: Digests) -> set[str]:
+        """Return the places of what training had not changed ``before``, as ``Variables`` calls them."""
+        return {
+            f"`{path}` of {type(self._owners[name]).__name__}"
+            for name, found in before.items()
+            for path, digest in found.items()
+            if self._at_start.get(name, {}).get(path) == digest
+        }
 
     def _is_new(self, name: str, path: str, digests: Mapping[str, str]) -> bool:
         """Whether training made an attribute, or filled it, and not a hook of the epoch's start alone."""
@@ -196,6 +235,13 @@ class UsersObjects(Live):
                 "on_save_checkpoint and on_load_checkpoint)"
             )
         )
+
+
+def _cut(value: Any, length: int | None) -> Any:
+    """Return what a value was when a list had ``length`` items; something that is not captured if it is not known."""
+    if not isinstance(value, (list, dict, set, deque)):
+        return value
+    return value[:length] if isinstance(value, list) and length is not None and len(value) >= length else _UNKNOWN
 
 
 def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:

@@ -32,7 +32,7 @@ def fit(directory: Path, options: dict[str, Any], callbacks: list[Any], seed: in
     """Train; the model, the Trainer, and the warnings about exactness."""
     path = kwargs.pop("ckpt_path", None)
     pl.seed_everything(seed, verbose=False)
-    model = Model(options)
+    model = kwargs.pop("kind", Model)(options)
     trainer = make_trainer(directory, callbacks, **kwargs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -87,6 +87,33 @@ def test_interrupted_batch_inside_an_open_window(tmp_path: Path) -> None:
     expected = outcome(trainer, model)
     fit(tmp_path, {"raise_at": BATCHES + 2}, [saver("ours", tmp_path)], accumulate_grad_batches=3)
     model, trainer, warned = fit(tmp_path, {}, [], 77, ckpt_path=tmp_path / "saved.ckpt", accumulate_grad_batches=3)
+    assert warned == []
+    assert tail(expected, outcome(trainer, model))
+
+
+class CollectsAtOnce(Model):
+    """Fills a list before the batch can be interrupted."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.losses: list[torch.Tensor] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+def test_a_list_that_the_interrupted_batch_filled(tmp_path: Path) -> None:
+    model, trainer, _ = fit(tmp_path, {}, [], kind=CollectsAtOnce)
+    expected = outcome(trainer, model)
+    fit(tmp_path, {"raise_at": BATCHES + 3}, [saver("ours", tmp_path)], kind=CollectsAtOnce)
+    model, trainer, warned = fit(tmp_path, {}, [], 77, ckpt_path=tmp_path / "saved.ckpt", kind=CollectsAtOnce)
     assert warned == []
     assert tail(expected, outcome(trainer, model))
 

@@ -228,6 +228,29 @@ def test_containers_that_steps_fill_are_put_back(at: tuple[str, int], tmp_path: 
     assert found == expected
 
 
+class CollectsInValidation(CollectsForAnEpoch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options["val"] = True
+        self.of_validation: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.of_validation.append(float(batch[1].sum()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("sums", sum(self.of_validation) / len(self.of_validation))
+        self.of_validation.clear()
+
+
+@pytest.mark.parametrize("every", [3, 1.0], ids=["inside", "end"])
+def test_a_validation_that_begins_anew_begins_with_what_it_had(every: float, tmp_path: Path) -> None:
+    training = Training(CollectsInValidation, trainer={"val_check_interval": every})
+    expected, found, said = train_and_resume(training, tmp_path, ("on_validation_batch_end", 5))
+    assert not said
+    assert found == expected
+
+
 class HoldsAPart(Callback):
     """Whose state_dict leaves out how many steps there were, and what it does not need."""
 
