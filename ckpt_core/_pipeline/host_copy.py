@@ -19,6 +19,7 @@ from ckpt_core.threads import Latch, run_parallel
 HOST_PIECE = 8 * 2**20  # bytes: about half a millisecond, which is what threads may end apart
 _SMALL = 2**16  # bytes: to let go of the GIL for less takes longer than to copy it
 _WORTH_THE_GIL = 2 * 2**20  # bytes: threads that copy less at a time keep taking the GIL from the one that pickles
+_FEW = 64  # copies
 _MOST_THREADS = 8  # more do not copy faster
 
 _move_small = ctypes.PyDLL(None).memmove  # which keeps the GIL
@@ -42,7 +43,8 @@ class HostCopy:
         moves, self._moves = self._moves, []
         threads = min(max(2, torch.get_num_threads()), _MOST_THREADS, 1 + len(moves))
         try:
-            if meanwhile is not None and sum(map(_size, moves)) < len(moves) * _WORTH_THE_GIL:
+            is_many = len(moves) > _FEW and sum(map(_size, moves)) < len(moves) * _WORTH_THE_GIL
+            if meanwhile is not None and is_many:
                 meanwhile()
                 meanwhile = None
             run_parallel(_copy, _batches(moves), threads=threads, meanwhile=meanwhile)

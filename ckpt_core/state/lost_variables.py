@@ -390,6 +390,15 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     ]
 
 
+def is_emptied(owner: type, path: str, empty: object) -> bool:
+    """Return whether methods of a class empty a container in an attribute again and again, as when an epoch ends."""
+    source = _source_of([_Held("", VALUE, f"self.{path}", None, empty, owner)])
+    names = source.emptied_by(source.names_of(f"self.{path}", None)[-1], empty)
+    methods = [vars(kind).get(name) for kind in owner.__mro__ if not is_library(kind) for name in names]
+    codes = [inspect.unwrap(method).__code__ for method in methods if isinstance(method, types.FunctionType)]
+    return any(path in code.co_names for code in codes)
+
+
 def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
     """Whether what is lost goes into more than what people are told."""
     is_metric = held.kind == PLACE and isinstance(held.value, dict) and "" in held.value

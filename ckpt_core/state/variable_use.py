@@ -111,6 +111,10 @@ class Source:
         found = self._reader.resets.get(name, set())
         return any(to in (first, _ANY) and (by is None or by in self._reader.called) for to, by in found)
 
+    def emptied_by(self, name: str, empty: object) -> set[str]:
+        """Return the names of the functions that empty a container unconditionally, and not when its owner is made."""
+        return {by for to, by in self._reader.resets.get(name, ()) if by and to in (mark(empty), _ANY)}
+
     def is_set_to_a_literal(self, name: str) -> bool:
         """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
         return name in self._reader.set_to

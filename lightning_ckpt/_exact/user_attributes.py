@@ -3,7 +3,8 @@
 Attributes themselves are not put back: a user may have meant another value. But each one that the run has changed is
 remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back. Numbers that were
 not there when training started, and are not at a resume, are put back: what reads them would fail. So are those in
-lists and dictionaries that were empty then, as in the list of an epoch's losses that Lightning's documentation shows.
+lists and dictionaries that were empty then and that the source empties again, as the list of an epoch's losses that
+Lightning's documentation shows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import PlainState, fingerprint, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_kept, in_words
+from ckpt_core.state.lost_variables import are_kept, in_words, is_emptied
 from ckpt_core.state.object_walk import set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
@@ -59,6 +60,7 @@ class UsersObjects(Live):
         self._copies: dict[str, dict[str, Any]] = {}
         self._looked_at: set[tuple[str, str, bool]] = set()
         self._put_back: set[tuple[str, str]] = set()
+        self._emptied: dict[tuple[str, str], bool] = {}
         self._lists: list[tuple[str, str]] = []  # those that steps may fill
 
     def digests(self) -> Digests:
@@ -162,9 +164,18 @@ class UsersObjects(Live):
         """Whether training made an attribute, or filled it, and not a hook of the epoch's start alone."""
         owner: Any = self._owners[name]
         start = self._at_start.get(name, {path: ""})
-        was_there = path in start and start[path] not in _EMPTY and (name, path) not in self._put_back
+        was_there = path in start and (name, path) not in self._put_back and not self._is_filled(name, path)
         by_hook = self._by_hooks.get(name, {}).get(path) == digests[path]
         return path in vars(owner) and not (was_there or by_hook or hasattr(type(owner), path))
+
+    def _is_filled(self, name: str, path: str) -> bool:
+        """Whether steps fill a container that was empty, and something empties it again; other lists may be records."""
+        value = vars(self._owners[name]).get(path)
+        if self._at_start[name][path] not in _EMPTY or not isinstance(value, (list, dict, set, deque)):
+            return False
+        if (name, path) not in self._emptied:
+            self._emptied[name, path] = is_emptied(type(self._owners[name]), path, type(value)())
+        return self._emptied[name, path]
 
     def set_by_hooks(self) -> Digests:
         """Return the digests of what hooks of an epoch's start have set to another value than it had."""

@@ -208,6 +208,9 @@ class CollectsByLabel(Callback):
         self.parts: dict[int, list[float]] = {}
         self.window: deque[float] = deque(maxlen=5)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.window.clear()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.parts.setdefault(batch_idx % 2, []).append(float(outputs["loss"]))
         self.window.append(float(outputs["loss"]))
@@ -218,7 +221,29 @@ class CollectsByLabel(Callback):
         with torch.no_grad():
             for part in self.parts.values():
                 pl_module.other.weight.add_(1 / (1 + sum(part)) / len(part))
-        self.parts.clear()
+        self.parts = {}
+
+
+class Records(Callback):
+    """Whose list is of this process, for whoever reads it after the training."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.global_step)
+
+
+def test_a_record_is_not_put_back(tmp_path: Path) -> None:
+    made: list[Records] = []
+
+    def records() -> list[Any]:
+        made.append(Records())
+        return made[-1:]
+
+    train_and_resume(Training(callbacks=records), tmp_path)
+    assert made[1].seen == made[0].seen[-len(made[1].seen) :]
+    assert len(made[1].seen) == 3 * BATCHES - MIDDLE[1]
 
 
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
