@@ -171,7 +171,7 @@ class UsersObjects(Live):
     def _is_filled(self, name: str, path: str) -> bool:
         """Whether steps fill a container that was empty, and something empties it again; other lists may be records."""
         value = vars(self._owners[name]).get(path)
-        if self._at_start[name][path] not in _EMPTY or not isinstance(value, (list, dict, set, deque)):
+        if self._at_start.get(name, {}).get(path) not in _EMPTY or not isinstance(value, (list, dict, set, deque)):
             return False
         if (name, path) not in self._emptied:
             self._emptied[name, path] = is_emptied(type(self._owners[name]), path, type(value)())
