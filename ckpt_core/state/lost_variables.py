@@ -395,8 +395,8 @@ def is_emptied(owner: type, path: str, empty: object) -> bool:
     source = _source_of([_Held("", VALUE, f"self.{path}", None, empty, owner)])
     names = source.emptied_by(source.names_of(f"self.{path}", None)[-1], empty)
     methods = [vars(kind).get(name) for kind in owner.__mro__ if not is_library(kind) for name in names]
-    codes = [inspect.unwrap(method).__code__ for method in methods if isinstance(method, types.FunctionType)]
-    return any(path in code.co_names for code in codes)
+    functions = [inspect.unwrap(method) for method in methods if isinstance(method, types.FunctionType)]
+    return any(path in one.__code__.co_names for one in functions if isinstance(one, types.FunctionType))
 
 
 def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
