@@ -242,7 +242,8 @@ def _decode_result(
     result._forward_cache = saved["last"].to(device) if saved["last"] is not None else None
     result._update_count = saved["updates"]
     result.has_reset = saved["has_reset"]
-    result.meta.__class__, result.meta.of = _restored(module._Metadata), result
+    result.meta.__class__ = _restored(module._Metadata)
+    result.meta.of, result.meta.is_said = result, internals.trainer.is_global_zero
     return result
 
 
@@ -256,6 +257,7 @@ def _restored(kind: Any) -> Any:
 
     class Restored(kind):  # type: ignore[misc]
         of: Any  # the value that this is of
+        is_said: bool  # what has changed: by rank 0, for all
 
         def __eq__(self, now: Any) -> bool:
             if type(now) is not kind:
@@ -264,17 +266,22 @@ def _restored(kind: Any) -> Any:
             is_as_before = self.reduce_fx is now.reduce_fx and self.metric_attribute == now.metric_attribute
             if is_as_before and self.on_epoch >= now.on_epoch:
                 result.meta = now
-            else:
+                return True
+            if self.is_said:
                 warnings.warn(
                     f"this resume is not exact: self.log({self.name!r}) has another reduce_fx, on_epoch or metric than "
-                    "when the checkpoint was saved, so its value over this epoch is that of the batches since then",
+                    "when the checkpoint was saved, so its value over this epoch is that of the batches since then "
+                    "(log it as before until the epoch is over)",
                     stacklevel=2,
                 )
-                device = result.device
-                type(result).__init__(result, now, now.metric_attribute is None)
-                result.to(device)
+            device = result.device
+            type(result).__init__(result, now, now.metric_attribute is None)
+            result.to(device)
             return True
 
         __hash__ = kind.__hash__
+
+        def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has its Trainer's
+            return kind.__new__, (kind,), {name: vars(self)[name] for name in kind.__dataclass_fields__}
 
     return Restored

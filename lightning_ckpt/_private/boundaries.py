@@ -142,3 +142,12 @@ class TrainerBoundaries:
         self._connector.received_sigterm = True
         package = type(self._connector).__module__.partition(".trainer.")[0]
         raise importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException(status)
+
+
+def forks_or_spawns(strategy: Any) -> bool:
+    """Return whether Lightning starts the ranks within its own call: it tells none of their callbacks of an exception.
+
+    No public name tells the launchers of ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` from that of ``ddp``.
+    """
+    kinds = type(getattr(strategy, "launcher", None)).__mro__
+    return any(kind.__name__ == "_MultiProcessingLauncher" for kind in kinds)

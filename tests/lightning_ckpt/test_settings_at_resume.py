@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,18 @@ def test_another_way_of_logging(
     said = [str(w.message) for w in caught if "exact" in str(w.message)]
     assert len(said) == is_said
     assert not is_said or "self.log('done') has another reduce_fx, on_epoch or metric" in said[0]
+
+
+class CopiesWhatItLogged(Logging):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kinds = {
+            type(value.meta).__qualname__ for value in pickle.loads(pickle.dumps(self.trainer._results)).values()
+        }
+
+
+def test_restored_values_are_pickled_before_they_are_logged_again(tmp_path: Path) -> None:
+    save = SaveAt("on_train_batch_end", 3, tmp_path / "saved.ckpt")
+    make_trainer(tmp_path, [save], max_epochs=1, limit_train_batches=4).fit(Logging(on_epoch=True))
+    model = CopiesWhatItLogged(on_epoch=True)
+    make_trainer(tmp_path, [], max_epochs=1, limit_train_batches=4).fit(model, ckpt_path=save.path)
+    assert model.kinds == {"_Metadata"}
