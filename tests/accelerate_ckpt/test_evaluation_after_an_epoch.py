@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.accelerate_ranks import Ranks
 
-TRAIN = """
+LISTEN = """
     import logging
     from torch.utils.data import DataLoader
 
@@ -20,6 +20,11 @@ TRAIN = """
     said = []
     logging.getLogger("accelerate_ckpt").addHandler(Keep(logging.WARNING))
     accelerator = attach(Accelerator(), "sync")
+"""
+
+TRAIN = (
+    LISTEN
+    + """
     model, data = nn.Linear(4, 4), torch.arange(96.0).view(24, 4) / 96
     model, optimizer, train, evaluation = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(data, 4, shuffle=True), DataLoader(data, 4)
@@ -44,6 +49,7 @@ TRAIN = """
     accelerator.end_training()
     tell(said=[text for text in said if "exact" in text], used=used[-6:])
 """
+)
 
 
 def told(ranks: Ranks, path: Path, *, resume: bool, evaluates: str, saves: tuple[int, ...] = (0, 1, 2)) -> Any:
@@ -144,17 +150,9 @@ def test_an_evaluation_in_which_is_saved_is_said_and_the_next_one_is_whole(
     )
 
 
-BODY = """
-    import logging
-    from torch.utils.data import DataLoader
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    said = []
-    logging.getLogger("accelerate_ckpt").addHandler(Keep(logging.WARNING))
-    accelerator = attach(Accelerator(), "sync")
+BODY = (
+    LISTEN
+    + """
     model, data = nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.arange(96.0).view(24, 4) / 96
     evaluation = DataLoader(data, 8)
     model, optimizer, train = accelerator.prepare(
@@ -181,6 +179,7 @@ BODY = """
     accelerator.end_training()
     tell(said=said)
 """
+)
 
 
 @pytest.mark.parametrize("evaluates", ["before", "in other bodies", "after", "after another load", "after a break"])
