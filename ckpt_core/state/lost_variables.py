@@ -390,10 +390,21 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     ]
 
 
-def is_emptied(owner: type, path: str, empty: object) -> bool:
-    """Return whether methods of a class empty a container in an attribute again and again, as when an epoch ends."""
-    source = _source_of([_Held("", VALUE, f"self.{path}", None, empty, owner)])
-    names = source.emptied_by(source.names_of(f"self.{path}", None)[-1], empty)
+def are_emptied(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+    """Return which containers methods of their owner's class empty again and again, as when an epoch ends.
+
+    Args:
+        values: Class of each object, path of the attribute, and container.
+    """
+    if not values:
+        return []
+    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
+    source = _source_of(held)
+    return [_is_emptied(source, *one) for one in values]
+
+
+def _is_emptied(source: Source, owner: type, path: str, value: Any) -> bool:
+    names = source.emptied_by(source.names_of(f"self.{path}", None)[-1], type(value)())
     methods = [vars(kind).get(name) for kind in owner.__mro__ if not is_library(kind) for name in names]
     functions = [inspect.unwrap(method) for method in methods if isinstance(method, types.FunctionType)]
     return any(path in one.__code__.co_names for one in functions if isinstance(one, types.FunctionType))

@@ -22,7 +22,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import PlainState, fingerprint, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_kept, in_words, is_emptied
+from ckpt_core.state.lost_variables import are_emptied, are_kept, in_words
 from ckpt_core.state.object_walk import set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
@@ -60,7 +60,7 @@ class UsersObjects(Live):
         self._copies: dict[str, dict[str, Any]] = {}
         self._looked_at: set[tuple[str, str, bool]] = set()
         self._put_back: set[tuple[str, str]] = set()
-        self._emptied: dict[tuple[str, str], bool] = {}
+        self._emptied: dict[tuple[str, str], bool] = {}  # whether the source empties it, for those steps have filled
         self._lists: list[tuple[str, str]] = []  # those that steps may fill
 
     def digests(self) -> Digests:
@@ -118,6 +118,7 @@ class UsersObjects(Live):
         now.
         """
         changed = {name: plain.changed() for name, plain in self._plain.items()}
+        self._look_for_filled(changed)
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
             made = {path: vars(owner)[path] for path in changed[name] if self._is_new(name, path, changed[name])}
@@ -164,18 +165,21 @@ class UsersObjects(Live):
         """Whether training made an attribute, or filled it, and not a hook of the epoch's start alone."""
         owner: Any = self._owners[name]
         start = self._at_start.get(name, {path: ""})
-        was_there = path in start and (name, path) not in self._put_back and not self._is_filled(name, path)
+        was_there = path in start and (name, path) not in self._put_back and not self._emptied.get((name, path))
         by_hook = self._by_hooks.get(name, {}).get(path) == digests[path]
         return path in vars(owner) and not (was_there or by_hook or hasattr(type(owner), path))
 
-    def _is_filled(self, name: str, path: str) -> bool:
-        """Whether steps fill a container that was empty, and something empties it again; other lists may be records."""
-        value = vars(self._owners[name]).get(path)
-        if self._at_start.get(name, {}).get(path) not in _EMPTY or not isinstance(value, (list, dict, set, deque)):
-            return False
-        if (name, path) not in self._emptied:
-            self._emptied[name, path] = is_emptied(type(self._owners[name]), path, type(value)())
-        return self._emptied[name, path]
+    def _look_for_filled(self, changed: Digests) -> None:
+        """Find out which containers that began empty something empties again; other lists may be records."""
+        values = {
+            (name, path): vars(self._owners[name]).get(path)
+            for name, digests in changed.items()
+            for path in digests
+            if self._at_start.get(name, {}).get(path) in _EMPTY and (name, path) not in self._emptied
+        }
+        values = {place: value for place, value in values.items() if isinstance(value, (list, dict, set, deque))}
+        emptied = are_emptied([(type(self._owners[name]), path, value) for (name, path), value in values.items()])
+        self._emptied.update(zip(values, emptied, strict=True))
 
     def set_by_hooks(self) -> Digests:
         """Return the digests of what hooks of an epoch's start have set to another value than it had."""
