@@ -443,10 +443,11 @@ def test_removal_is_of_both_and_waits_for_the_upload_of_the_successor(setting: S
 def test_what_is_removed_before_its_turn_is_not_uploaded(setting: Setting, gate: threading.Event) -> None:
     setting.store(Fault(writes_of("0"), number=1, until=gate))
     with setting.run() as run:
-        for step in range(4):
+        setting.layout.save(run, setting.here(0), 0)
+        until(lambda: any(writes_of("0")(operation) for operation in setting.storage.operations))
+        for step in range(1, 4):
             setting.layout.save(run, setting.here(step), step)
-            if step:
-                run.remove(setting.here(step - 1))
+            run.remove(setting.here(step - 1))
         run.wait()
         until(lambda: setting.names_here() == ["0", "3"])  # the first is being read
         gate.set()
