@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -319,7 +320,9 @@ def test_a_shell_completes_commands_options_and_words(capsys: pytest.CaptureFixt
     for words, expected in (
         (["pru"], "prune"),
         (["prune", "--k"], "--keep"),
-        (["--json", "completion", ""], "bash zsh"),
+        (["--json", "completion", ""], "bash zsh fish"),
+        (["convert", "a", "b", "--to", ""], "file directory dcp safetensors accelerate"),
+        (["import", "--format", "s"], "safetensors"),
         (["ls", "x"], ""),
     ):
         line = f"COMP_WORDS=(ckpt {' '.join(map(repr, words))}); COMP_CWORD={len(words)}; _ckpt; echo ${{COMPREPLY[@]}}"
@@ -327,6 +330,14 @@ def test_a_shell_completes_commands_options_and_words(capsys: pytest.CaptureFixt
         assert done.stdout.strip() == expected
     assert main(["completion", "zsh"]) == 0
     assert "bashcompinit" in capsys.readouterr().out
+    assert main(["completion", "fish"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    help_of_prune = "Delete the checkpoints that no rule keeps, and say why the others stay"
+    assert ["complete", "-c", "ckpt", "-n", "__fish_use_subcommand", "-f", "-a", "prune", "-d", help_of_prune] in lines
+    options = {line[6]: line[7:] for line in lines if line[4:6] == ["__fish_seen_subcommand_from convert", "-l"]}
+    layouts = "file directory dcp safetensors accelerate"
+    assert options["to"] == ["-x", "-a", layouts, "-d", "the layout"]
+    assert options["json"] == ["-d", "print one JSON document"]
 
 
 def test_without_words_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_every_verb_prints_one_json_document(verb: str, capsys: Capture) -> None
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"verify", "doctor"}))  # these two have something to print
 def test_every_verb_that_fails_prints_one_json_document_that_says_why(verb: str, capsys: Capture) -> None:
-    words = ["fish" if verb == "completion" else "nope", *VERBS[verb].split()[1:]]
+    words = ["tcsh" if verb == "completion" else "nope", *VERBS[verb].split()[1:]]
     words = [] if verb == "rehearse" else words
     try:
         code = main([verb, "--json", *words])
