@@ -98,7 +98,7 @@ def _du(options: Options) -> int:
         shared = f", {size_in_words(apparent - total)} shared by links" if apparent > total else ""
         print(f"{size_in_words(total)} in {count(len(sizes), 'checkpoint')}{shared}")
         if not sizes:
-            print_hints(places, options)
+            print_hints(places, options, failures)
     for error in failures.values():
         complain(error)
     return Exit.FAILED if failures else Exit.OK

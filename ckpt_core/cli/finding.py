@@ -15,6 +15,7 @@ from ckpt_core.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     StorageError,
+    UnsafeCheckpointError,
 )
 
 if TYPE_CHECKING:
@@ -304,13 +305,39 @@ def find_all(
 
 def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInfo:
     from ckpt_core.catalog import Catalog
+    from ckpt_core.storage import is_remote
 
     directory, name = os.path.split(path)
     catalog = Catalog(directory or ".", suffix=name, storage_options=storage_options)
-    for info in catalog.checkpoints():
-        if info.name == name:
-            return dataclasses.replace(info, path=path)
+    try:
+        for info in catalog.checkpoints():
+            if info.name == name:
+                return dataclasses.replace(info, path=path)
+    except StorageError:
+        if is_remote(path):
+            raise
+        return _unlisted(path)
     raise missing(path)
+
+
+def _unlisted(path: str) -> CheckpointInfo:
+    """Return what is at a local path whose directory this user may enter, but not list."""
+    from ckpt_core._pipeline.loading import stamp_of
+    from ckpt_core.catalog import CheckpointInfo
+    from ckpt_core.pins import is_pinned
+    from ckpt_core.storage import MANIFEST_NAME, storage_for
+
+    storage, is_directory = storage_for(path), os.path.isdir(path)
+    status = os.stat(os.path.join(path, MANIFEST_NAME) if is_directory else path)
+    size = sum(file.size for file in storage.list(path)) if is_directory else status.st_size
+    info = CheckpointInfo(path, size, status.st_mtime, is_directory, is_pinned=is_pinned(path, storage))
+    try:
+        stamp = stamp_of(path, storage=storage, is_directory=is_directory)
+    except UnsafeCheckpointError:
+        return info
+    except CheckpointError:
+        return dataclasses.replace(info, is_readable=False)
+    return dataclasses.replace(info, committed=stamp.committed, step=stamp.step)
 
 
 def walk(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import Found, find_all, state_of
@@ -49,19 +49,19 @@ def _ls(options: Options) -> int:
     else:
         rows = [_row(info, states[info.path], told[info.path], kept[info.path]) for info in infos]
         print_table(rows, right=(1, 3, 4), styles=_STYLES)
-        print_hints(places, options)
+        print_hints(places, options, failures)
     for error in failures.values():
         complain(error)
     return Exit.FAILED if failures else Exit.OK
 
 
-def print_hints(places: Sequence[Found], options: Options) -> None:
-    """Say of what has no checkpoints of ours what it has, and where some are."""
+def print_hints(places: Sequence[Found], options: Options, failures: Mapping[str, CheckpointError]) -> None:
+    """Say of what has no checkpoints of ours what it has, and where some are; ``failures`` are what is not known."""
     if not options.recursive:
         said = [place.hint(options.storage_options, options.verb) for place in places if not place.checkpoints]
     else:
         said = [text for place in places if (text := place.foreign(options.storage_options)) is not None]
-        if not said and not any(place.checkpoints for place in places):
+        if not said and not failures and not any(place.checkpoints for place in places):
             said = [f"no checkpoints in or below {', '.join(options.paths)}"]
     for text in said:
         print(text, file=sys.stderr)

@@ -806,6 +806,26 @@ def test_a_checkpoint_is_shown_whatever_lies_beside_it(
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_a_checkpoint_is_shown_from_a_directory_that_may_be_entered_but_not_listed(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = anyones_path / "runs"
+    shutil.copytree(directories / "step=1", runs / "step=1")
+    Checkpointer(strategy="sync").save({"step": 3, "weight": torch.ones(1)}, runs / "a.ckpt")
+    (runs / "b.ckpt").write_bytes(bytes(1000))
+    paths = [str(runs / name) for name in ("step=1", "a.ckpt", "b.ckpt")]
+    assert main(["keep", paths[1]]) == 0
+    capsys.readouterr()
+    assert main(["ls", "--json", *paths]) == 0
+    listed = capsys.readouterr().out
+    with closed_to_this_user(runs, mode=0o711):
+        assert main(["ls", "--json", *paths]) == 0
+        assert capsys.readouterr().out == listed
+        for verb in ("inspect", "verify", "du"):
+            assert [main([verb, path]) for path in paths[:2]] == [0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
 def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -824,6 +844,11 @@ def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
         assert said.count("ckpt: StorageError: cannot list the checkpoint: Permission denied") == 1
         assert f"  file: {runs / 'closed'}\n" in said
     assert f"1 below it, such as in {runs / 'open'}" in hint
+    shutil.rmtree(runs / "open")
+    for verb in ("ls", "du"):
+        with closed_to_this_user(runs / "closed"):
+            assert main([verb, "-r", str(runs)]) == 1
+        assert "no checkpoints in or below" not in capsys.readouterr().err, "of what is closed nobody knows"
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
