@@ -5,8 +5,8 @@
 
 On SIGTERM it saves after the step and ends with the exit status 143; several ranks do so after the same one.
 
-Fabric leaves the state to its user, so exactness is up to the loop: this one saves the random state and draws its
-batches from it.
+Fabric leaves the state to its user, so exactness is up to the loop: this one saves the random generators and draws its
+batches from them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 
 from ckpt_core import Catalog, RankGroup
 from ckpt_core.preemption import EndWatch
+from ckpt_core.state.rng import RngState
 from lightning_ckpt import AsyncCheckpointIO
 
 
@@ -39,11 +40,11 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
-    state = {"model": model, "optimizer": optimizer, "step": 0, "random": torch.get_rng_state()}
+    state = {"model": model, "optimizer": optimizer, "step": 0, "random": None}
     newest = Catalog(options.output).newest_verified()
     if newest is not None:
         fabric.load(newest.path, state)
-        torch.set_rng_state(state["random"])
+        RngState.decode(state["random"]).restore()
         fabric.print(f"resumed at step {state['step']}")
 
     watch = EndWatch("SIGTERM", RankGroup.connect(fabric.global_rank, fabric.world_size, fabric.strategy.broadcast))
@@ -56,7 +57,7 @@ def main() -> None:
         state["step"] += 1
         end = watch.due(last=state["step"] == options.steps)
         if end is not None or state["step"] % options.every_n_steps == 0:
-            state["random"] = torch.get_rng_state()
+            state["random"] = RngState.capture().encode()
             fabric.save(options.output / f"step={state['step']:06d}.ckpt", state)
         if end is not None:
             io.teardown()
