@@ -38,7 +38,9 @@ from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_FILESYSTEM_BYTES = 8 * 2**20
-THREAD_GRACE_SECONDS = 5.0
+THREAD_GRACE_SECONDS = 60.0
+#: How long a script may take. That is for those that hang: a busy machine must not fail a test.
+HANG_SECONDS = 280.0
 #: What scripts of the core and of the plugins import.
 CORE = ("torch._dynamo", "ckpt_core.checkpointer", "ckpt_core.directory", "ckpt_core.listeners", "ckpt_core.catalog")
 LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
@@ -218,7 +220,7 @@ def small_filesystem(tmp_path: Path, unavailable: Callable[[str], NoReturn]) -> 
         yield mount_point
     finally:
         # Lazily, so that a test that failed with a file open is reported as itself.
-        subprocess.run(["umount", "--lazy", mount_point], check=True, capture_output=True, timeout=30)
+        subprocess.run(["umount", "--lazy", mount_point], check=True, capture_output=True, timeout=HANG_SECONDS)
 
 
 def _mount_tmpfs(mount_point: Path) -> str | None:
@@ -240,7 +242,7 @@ def _problem_of(command: list[str]) -> str | None:
     """Run the command; its complaint, or None if it worked."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed"
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_SECONDS)
     return None if done.returncode == 0 else f"{command[0]}: {done.stderr.strip()}"
 
 
@@ -251,7 +253,7 @@ ScriptRunner = Callable[..., "subprocess.CompletedProcess[str]"]
 def run_script(tmp_path: Path) -> ScriptRunner:
     """Run Python code, or a script file, in a fresh process and return its exit status and output.
 
-    ``run_script(script, *args, env=None, cwd=None, timeout=120, check=True)``: ``script`` is source text (indentation
+    ``run_script(script, *args, env=None, cwd=None, timeout=280, check=True)``: ``script`` is source text (indentation
     is removed) or a :class:`~pathlib.Path`; ``env`` adds to the environment, and None as a value removes; ``cwd`` is
     the test's ``tmp_path`` unless given; with ``check`` an exit status other than 0 fails the test. The process leads
     a group of its own. It is killed at the end with all its descendants, also those in sessions of their own, such as
@@ -263,7 +265,7 @@ def run_script(tmp_path: Path) -> ScriptRunner:
         *args: object,
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
-        timeout: float = 120.0,
+        timeout: float = HANG_SECONDS,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         code = [str(script)] if isinstance(script, Path) else ["-c", textwrap.dedent(script)]
@@ -313,7 +315,7 @@ def _fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkServer]) -> ScriptRunner:
     """``run_script`` for code that may be forked from a process that has imported for it, which saves seconds.
 
-    ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=120, check=True)``: ``modules``
+    ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=280, check=True)``: ``modules``
     is what has been imported; with ``ranks`` so many processes run the script, with the variables that a launcher would
     set, and the results are those of all. Everything else is as for ``run_script``.
     """
@@ -325,7 +327,7 @@ def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkS
         ranks: int | None = None,
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
-        timeout: float = 120.0,
+        timeout: float = HANG_SECONDS,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         words = [str(arg) for arg in args]

@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*command, "."], cwd=tree, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "."], cwd=tree, check=False, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     (built,) = tree.glob("*.whl")
     return zipfile.ZipFile(built)

@@ -17,7 +17,7 @@ def check(tmp_path: Path):
         page = tmp_path / "page.md"
         page.write_text(text)
         return subprocess.run(
-            [sys.executable, TOOL, page], check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path
+            [sys.executable, TOOL, page], check=False, capture_output=True, text=True, timeout=280, cwd=tmp_path
         )
 
     return check_page
@@ -83,7 +83,7 @@ def test_examples_that_do_not_work(check, page: str, message: str) -> None:
 
 def test_a_page_that_is_not_there(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, TOOL, tmp_path / "none.md"], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, TOOL, tmp_path / "none.md"], check=False, capture_output=True, text=True, timeout=280
     )
     assert "none.md" in done.stderr
     assert done.returncode == 1

@@ -57,7 +57,7 @@ def is_up(endpoint: str) -> bool:
 
 
 def goes_down(endpoint: str) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while is_up(endpoint) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not is_up(endpoint)

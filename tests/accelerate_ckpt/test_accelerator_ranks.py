@@ -66,5 +66,5 @@ def test_resumed_training_has_the_bits_of_the_whole_one(
 ) -> None:
     if find_compiler() is None:
         unavailable("no C++ compiler for the simulated device")
-    done = fork_script(SCRIPT, strategy, tmp_path / "saved", modules=ACCELERATE, ranks=2, timeout=240)
+    done = fork_script(SCRIPT, strategy, tmp_path / "saved", modules=ACCELERATE, ranks=2)
     assert done.stdout.count("DONE") == 2

@@ -15,7 +15,7 @@ def found_by(run_script: Any, out: Path, *launcher: str) -> dict[str, Any]:
     code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     if launcher:
         code = "import runpy, sys; runpy.run_module('accelerate_ckpt', run_name='__main__', alter_sys=True)"
-    result = run_script(code, *launcher, SCRIPT, out, env={"ACCELERATE_USE_CPU": "true"}, timeout=300)
+    result = run_script(code, *launcher, SCRIPT, out, env={"ACCELERATE_USE_CPU": "true"})
     return dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
 
 

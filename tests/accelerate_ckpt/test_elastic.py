@@ -34,7 +34,6 @@ def stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Stage:
             results = ranks.run(
                 BODY,
                 world_size,
-                timeout=240,
                 root=str(ROOT),
                 directory=str(directory),
                 name=name,

@@ -258,7 +258,7 @@ def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> N
 def test_survivors_of_hsdp_save_a_shard_each(ranks: Ranks, tmp_path: Path, killed: list[int], point: int) -> None:
     def run(name: str, kill: int) -> list[RankResult]:
         (tmp_path / name).mkdir(exist_ok=True)
-        return ranks.run(HSDP, 4, folder=str(tmp_path / name), kill=kill, killed=killed, timeout=120.0)
+        return ranks.run(HSDP, 4, folder=str(tmp_path / name), kill=kill, killed=killed)
 
     whole = run("whole", -1)
     assert [result.error for result in whole] == [None] * 4

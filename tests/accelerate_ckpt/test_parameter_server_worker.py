@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +13,7 @@ from tests.chaos.cut_campaign import assert_complete, cut_off, judged, run_to_en
 from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_training import CountingModel, Job, batch_of, dataset
 
-LIMIT = 120.0
+LIMIT = 200.0
 
 
 def train(job: Job, transport: Transport, coordinator: str) -> None:
@@ -33,7 +32,6 @@ def train(job: Job, transport: Transport, coordinator: str) -> None:
     client.finish()
 
 
-@pytest.mark.timeout(300)
 def test_accelerate_workers_are_killed_and_resumed(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "checkpoints"), epochs=2, samples=480, every=0.2, keep=1000)
     cut_off(Cluster(job, tmp_path / "log", work=train), 2, LIMIT)

@@ -129,7 +129,7 @@ def test_two_ranks_under_a_launcher_are_compared_one_by_one(tmp_path: Path, case
         directory=tmp_path / "kept",
         cwd=tmp_path,
         env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(SCRIPT.parents[2])},
-        timeout=120,
+        timeout=280,
     )
     assert len(list((tmp_path / "kept" / "uninterrupted").glob("rank-*.json"))) == 2
     assert [resumed.samples for resumed in result.resumes] == ["-", "each once"]

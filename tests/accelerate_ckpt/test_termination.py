@@ -187,7 +187,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> 
     end()
     time.sleep(1000)
     """
-    results = ranks.run(body, 2, timeout=200, saved=str(tmp_path / "saved"))
+    results = ranks.run(body, 2, saved=str(tmp_path / "saved"))
     assert [result.ended for result in results] == [True, True]
     assert not (tmp_path / "saved").exists()
 
@@ -220,7 +220,7 @@ ENDS_BESIDE_A_DEAD_RANK = """
 def test_a_program_that_ends_waits_for_no_save_of_a_rank_that_is_gone(
     fork_script: Any, tmp_path: Path, dies: str, words: str
 ) -> None:
-    ended = fork_script(ENDS_BESIDE_A_DEAD_RANK, dies, modules=ACCELERATE, ranks=2, timeout=200, check=False)
+    ended = fork_script(ENDS_BESIDE_A_DEAD_RANK, dies, modules=ACCELERATE, ranks=2, check=False)
     assert words in ended.stdout + ended.stderr
     assert ended.stdout.count("came to its end") == 1
     assert [path for path in tmp_path.iterdir() if path.name == "saved"] == []

@@ -73,19 +73,19 @@ def test_a_killed_run_goes_on_bit_for_bit(
     command = (*launcher, str(EXAMPLE), *options, "--save_steps", "3", "--epochs", "4", "--output_dir")
     # Without us, whatever the options before it say.
     program, *rest = (*command, "stock", "--strategy", "stock")
-    stock = run_script(Path(program), *rest, timeout=250)
+    stock = run_script(Path(program), *rest)
     kill_after(tmp_path / "ours/checkpoint-6", sys.executable, *command, "ours", cwd=tmp_path)
     newest = Catalog(tmp_path / "ours", suffix="").newest_verified()
     assert newest is not None
     step = int(Path(newest.path).name.removeprefix("checkpoint-"))
     assert 6 <= step < 80 and step % 3 == 0
     program, *rest = (*command, "ours")
-    resumed = run_script(Path(program), *rest, timeout=250)
+    resumed = run_script(Path(program), *rest)
     # Both at once: the callback does not change the training, and neither does the kill. The losses of all steps are
     # there, those before the kill from the checkpoint.
     assert result_of(resumed.stdout) == result_of(stock.stdout)
     names = {path.name for path in (tmp_path / "ours").glob("checkpoint-*")}
     assert names == {path.name for path in (tmp_path / "stock").glob("checkpoint-*")} and len(names) == 3
     if launcher:
-        alone = run_script(EXAMPLE, "--output_dir", "ours", check=False, timeout=200)
+        alone = run_script(EXAMPLE, "--output_dir", "ours", check=False)
         assert "StateMismatchError: the checkpoint was saved by 2 processes, and this run has 1" in alone.stderr

@@ -177,7 +177,7 @@ def test_when_a_rank_is_lost_the_other_saves_what_the_trainer_resumes_from(
     ranks: Ranks, tmp_path: Path, victim: int, event: str, step: int, held: int
 ) -> None:
     def run(name: str, **more: Any) -> list[RankResult]:
-        return ranks.run(LOSS, 2, folder=str(tmp_path / name), save="no", timeout=120, **{**NEVER, **more})
+        return ranks.run(LOSS, 2, folder=str(tmp_path / name), save="no", **{**NEVER, **more})
 
     whole = run("whole")
     assert run("run", kill=step, victim=victim, event=event)[1 - victim].error == "RuntimeError"  # of gloo

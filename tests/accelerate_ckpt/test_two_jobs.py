@@ -39,7 +39,7 @@ run_two(train, lambda: os.path.isdir(root) and any(not name.startswith(".") for 
 
 def test_two_trainings_in_one_directory(tmp_path: Path, fork_script: ScriptRunner) -> None:
     root = tmp_path / "states"
-    told = json.loads(fork_script(TRAININGS, root, modules=ACCELERATE, timeout=280).stdout.splitlines()[-1])
+    told = json.loads(fork_script(TRAININGS, root, modules=ACCELERATE).stdout.splitlines()[-1])
     assert told["A"] == []
     (message,) = told["B"]
     assert f"another job saves checkpoints into {root}: process " in message

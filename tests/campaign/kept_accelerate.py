@@ -229,7 +229,7 @@ def thread_of_its_own(env: Any, do: Any) -> None:
     for _ in do.epochs():
         for batch in do.batches():
             asked.put(do.step(batch))
-            factor = told.get(timeout=60)
+            factor = told.get(timeout=200)
             do.saves()
         _scale(env, 1 / factor)
         do.epoch_saves()

@@ -602,7 +602,7 @@ class AThread(Kept):
 
     def loss(self, batch: Any) -> torch.Tensor:
         self.asked.put(0.1)
-        return super().loss(batch) * self.told.get(timeout=60)
+        return super().loss(batch) * self.told.get(timeout=200)
 
 
 class AScheduleOfItsOwn(Kept):

@@ -101,5 +101,5 @@ def test_threads_that_all_find_no_memory_do_not_wait_for_each_other(monkeypatch:
     threads[1].join(0.5)  # it waits for what the first one may get
     may_fail.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(200)
     assert len(failures) == 2

@@ -43,7 +43,7 @@ from ckpt_core.storage import FileWriter, LocalStorage
 from ckpt_core.tiers import Tiers
 from tests.support.states import assert_same_state, tensor_of
 
-SECONDS = 20.0  # longer than anything here takes: what is not over by then hangs
+SECONDS = 200.0  # longer than anything here takes: what is not over by then hangs
 
 
 class Gate:

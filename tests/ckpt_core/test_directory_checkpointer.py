@@ -38,7 +38,7 @@ from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.states import assert_same_state, states
 
 STRATEGIES = ["sync", "async"]
-SECONDS = 30.0
+SECONDS = 200.0
 
 
 def parts(value: float = 1.0, size: int = 50_000) -> list[Part]:

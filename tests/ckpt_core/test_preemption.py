@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_core.preemption import End, EndWatch, Notices, Preemption, SignalNotes
 
-SECONDS = 20.0
+SECONDS = 200.0
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_a_rehearsed_process_ends_with_the_one_that_started_it(tmp_path: Path, h
         subprocess.Popen([sys.executable, "-c", REHEARSES, how], cwd=tmp_path) as rehearses,
     ):
         try:
-            assert rehearses.wait(120) == -getattr(signal, how)
-            assert reader.communicate(timeout=60) == (b"", None)
+            assert rehearses.wait(280) == -getattr(signal, how)
+            assert reader.communicate(timeout=280) == (b"", None)
         finally:
             rehearses.kill()
             reader.kill()

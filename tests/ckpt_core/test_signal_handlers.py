@@ -45,7 +45,6 @@ ACTS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-@pytest.mark.timeout(60)
 def test_a_handler_saves_at_any_moment(act: str, tmp_path: Path) -> None:
     storage, counter = LocalStorage(), itertools.count()
     saved: list[int] = []
@@ -103,7 +102,6 @@ WAITS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-@pytest.mark.timeout(60)
 def test_a_handler_does_what_it_interrupts(name: str, tmp_path: Path) -> None:
     make, act = WAITS[name]
     done: list[None] = []
@@ -123,7 +121,6 @@ def test_a_handler_does_what_it_interrupts(name: str, tmp_path: Path) -> None:
         act(each)
 
 
-@pytest.mark.timeout(100)
 def test_a_handler_waits_with_the_checkpointer_whose_save_it_interrupts(tmp_path: Path) -> None:
     checkpointer, counter = Checkpointer(max_pending=2), itertools.count()
     saved: list[int] = []
@@ -168,7 +165,6 @@ class Locked:
 
 @pytest.mark.parametrize("at", ["SaveStarted", "SnapshotTaken"])
 @pytest.mark.parametrize("strategy", ["sync", "async"])
-@pytest.mark.timeout(60)
 def test_a_handler_saves_where_it_has_interrupted_a_listener(strategy: Any, at: str, tmp_path: Path) -> None:
     listener = Locked(at)
     checkpointer = Checkpointer(strategy=strategy, listeners=[listener])

@@ -206,7 +206,7 @@ WAITING = """
 
 @pytest.mark.parametrize("torch_has", ["it", "moved"])
 def test_a_rank_is_brought_out_of_a_collective(torch_has: str, fork_script: Any, tmp_path: Path) -> None:
-    fork_script(WAITING, tmp_path, torch_has, ranks=2, timeout=60)
+    fork_script(WAITING, tmp_path, torch_has, ranks=2)
 
 
 def test_torch_has_not_moved_what_brings_ranks_out_of_collectives() -> None:

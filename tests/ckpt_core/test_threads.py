@@ -25,7 +25,7 @@ def test_every_job_is_done_once(threads: int) -> None:
 
 def test_several_threads_work_at_the_same_time() -> None:
     meeting = threading.Barrier(3)
-    run_parallel(lambda _: meeting.wait(20), range(3), threads=3)
+    run_parallel(lambda _: meeting.wait(200), range(3), threads=3)
     assert not meeting.broken
 
 
@@ -90,7 +90,7 @@ def test_an_interrupt_is_raised_only_when_no_thread_works_any_more() -> None:
         if threading.current_thread() is threading.main_thread():
             main_is_done.set()
             return
-        assert main_is_done.wait(20)
+        assert main_is_done.wait(200)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
         finished.append(job)
@@ -123,7 +123,7 @@ def test_ctrl_c_at_any_moment_leaves_nobody_waiting(method: str) -> None:
         setting = threading.Thread(target=latch.set, daemon=True)
         setting.start()
         for thread in (setting, other):
-            thread.join(20.0)
+            thread.join(200.0)
             assert not thread.is_alive()
         assert latch.wait()
     assert interrupted > 20

@@ -18,7 +18,6 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_the_cut_is_right_and_the_naive_way_is_not(tmp_path: Path) -> None:
     output = tmp_path / "demo"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -18,7 +18,6 @@ def ends(printed: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     arguments, dice = ("--workers", 3, "--window", 4, "--batches", 40), random.Random(1)
     whole = finish("diloco.py", tmp_path / "whole", *arguments)
@@ -33,7 +32,6 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_another_number_of_workers_uses_every_batch_once(tmp_path: Path) -> None:
     output, dice = tmp_path / "saved", random.Random(2)
     for workers in (3, 2):

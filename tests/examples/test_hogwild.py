@@ -17,7 +17,6 @@ from tests.examples.local_updates import finish, kill_after, start
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_every_batch_is_used_once_whoever_goes_on(tmp_path: Path) -> None:
     output, dice = tmp_path / "saved", random.Random(3)
     for workers, method in ((3, "fork"), (3, "spawn"), (2, "fork")):
@@ -60,7 +59,7 @@ def test_a_killed_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:
             time.sleep(0.02)
         children = subprocess.check_output(["ps", "--ppid", str(process.pid), "-o", "pid="], text=True).split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        printed, _ = process.communicate(timeout=100)
+        printed, _ = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

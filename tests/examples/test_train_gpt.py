@@ -73,12 +73,11 @@ def test_hash_covers_structure_values_and_every_bit(train_gpt: ModuleType) -> No
     assert len({train_gpt.sha256(other) for other in (state, *others)}) == 4
 
 
-@pytest.mark.timeout(120)
 def test_script_trains_and_writes_its_result(train_gpt: ModuleType, tmp_path: Path) -> None:
     script, events = REPOSITORY / "examples" / "train_gpt.py", tmp_path / "events.jsonl"
     command = [sys.executable, str(script), "--output", str(tmp_path), "--event-log", str(events), *TINY.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    subprocess.run(command, check=True, env=environment, timeout=110)
+    subprocess.run(command, check=True, env=environment)
 
     result = json.loads((tmp_path / "result.json").read_text())
     steps = [json.loads(line) for line in (tmp_path / "steps-rank0.jsonl").read_text().splitlines()]

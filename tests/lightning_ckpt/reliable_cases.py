@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError:
     from pytorch_lightning import Callback
 
-SECONDS = 20.0
+SECONDS = 200.0
 NUMBERS = SMALL_STATE_BYTES // 4 + 1000  # float32 parameters: a state just over the limit
 BATCHES = 6  # per epoch
 

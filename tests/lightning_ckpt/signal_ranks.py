@@ -14,7 +14,7 @@ from tests.support.script_server import ScriptServer
 
 SCRIPT = Path(__file__).with_name("signal_script.py")
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 200.0
 START = "on_train_batch_start"
 
 

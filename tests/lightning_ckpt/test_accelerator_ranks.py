@@ -144,5 +144,5 @@ def test_two_ranks_save_beside_their_training_and_resume(
 ) -> None:
     if find_compiler() is None:
         unavailable("no C++ compiler for the simulated device")
-    done = fork_script(BEGIN + script, plugin, tmp_path / "saved", modules=LIGHTNING, ranks=2, timeout=240)
+    done = fork_script(BEGIN + script, plugin, tmp_path / "saved", modules=LIGHTNING, ranks=2)
     assert done.stdout.count("DONE") == 2

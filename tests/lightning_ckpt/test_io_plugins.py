@@ -19,7 +19,7 @@ from ckpt_core import CheckpointNotFoundError, StorageError, awaited_paths, smal
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 
-SECONDS = 20.0
+SECONDS = 200.0
 PLUGINS = [SyncCheckpointIO, AsyncCheckpointIO]
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 ABOUT_CALLBACK = "not enough for an exact resume"

@@ -20,7 +20,7 @@ from ckpt_core.errors import CheckpointNotFoundError, StorageError
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 
-SECONDS = 20.0
+SECONDS = 200.0
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ if __name__ == "__main__":
 def test_under_a_launcher_that_tells_no_callback_of_exceptions_a_warning_says_so(
     fork_script: ScriptRunner, tmp_path: Path
 ) -> None:
-    ended = fork_script(FORKED, modules=LIGHTNING, timeout=300)
+    ended = fork_script(FORKED, modules=LIGHTNING)
     words = "just_in_time will save nothing if a rank dies: ranks that Lightning forks or spawns tell no callback"
     assert ended.stderr.count(words) == 1
     assert not list(tmp_path.glob(".saved.survivor*"))

@@ -170,7 +170,7 @@ def test_after_sigkill_the_bits_are_those_of_a_run_without(
     def run(root: Path, kill: int, check: bool = True) -> Any:
         root.mkdir(exist_ok=True)
         arguments = [root, memory, kill, plugin]
-        return fork_script(TRAINS, *arguments, modules=LIGHTNING, ranks=ranks, check=check, timeout=90)
+        return fork_script(TRAINS, *arguments, modules=LIGHTNING, ranks=ranks, check=check)
 
     assert run(tmp_path / "killed", 8, check=False).returncode in (-signal.SIGKILL, 1, -signal.SIGABRT)
     run(tmp_path / "killed", -1)

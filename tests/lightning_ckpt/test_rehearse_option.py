@@ -29,10 +29,10 @@ def test_an_exact_script_is_said_to_be_and_trains_as_without(
     assert starts(tmp_path) == 4 * devices
     files = {path.name for path in (tmp_path / "mine").iterdir()}
     assert files == {"last.ckpt", f"epoch=2-step={18 // devices}.ckpt"}
-    again = run_script(SCRIPT, "exact", "yes", devices, timeout=300)
+    again = run_script(SCRIPT, "exact", "yes", devices)
     assert "This run resumes, so the script is not rehearsed first." in again.stderr
     assert starts(tmp_path) == 5 * devices
-    without = run_script(SCRIPT, "exact", "no", devices, timeout=300, cwd=tmp_path / "mine")
+    without = run_script(SCRIPT, "exact", "no", devices, cwd=tmp_path / "mine")
     assert "trained" in told.stdout
     assert told.stdout == without.stdout
 

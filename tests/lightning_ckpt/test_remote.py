@@ -202,7 +202,7 @@ def test_best_and_last_in_a_process_that_has_trained_nothing(
     script = (
         "import sys, pathlib; from tests.lightning_ckpt.test_remote import look_up; look_up(pathlib.Path(sys.argv[1]))"
     )
-    fork_script(script, tmp_path, modules=LIGHTNING, timeout=240)
+    fork_script(script, tmp_path, modules=LIGHTNING)
     best, last, again, batches = json.loads((tmp_path / "found.json").read_text())
     assert best == again == pytest.approx(3.0), "the weights count the steps"
     assert last == pytest.approx(float(BATCHES))

@@ -42,7 +42,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_the_plugin_is_enough(fork_script: ScriptRunner, tmp_path: Path, package: str) -> None:
     directory = tmp_path / "checkpoints"
-    fork_script(SCRIPT, package, directory, "ddp_fork", modules=LIGHTNING, timeout=300)
+    fork_script(SCRIPT, package, directory, "ddp_fork", modules=LIGHTNING)
     saved = directory / "epoch=0-step=4.ckpt"
     assert (saved / "manifest.json").exists()
     assert len(list(saved.glob("optimizer-*-of-00002.safetensors"))) == 2, "both ranks have written"
@@ -52,7 +52,7 @@ def test_the_plugin_is_enough(fork_script: ScriptRunner, tmp_path: Path, package
 def test_the_plugin_is_enough_in_spawned_processes(run_script: ScriptRunner, tmp_path: Path) -> None:
     directory, script = tmp_path / "checkpoints", tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run_script(script, "lightning.pytorch", directory, "ddp_spawn", timeout=300)
+    run_script(script, "lightning.pytorch", directory, "ddp_spawn")
     saved = directory / "epoch=0-step=4.ckpt"
     assert len(list(saved.glob("optimizer-*-of-00002.safetensors"))) == 2, "both ranks have written"
 

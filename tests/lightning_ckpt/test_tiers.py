@@ -130,7 +130,7 @@ def test_killed_during_an_upload_it_goes_on_from_either_tier(
         "import sys, pathlib, lightning_ckpt; from tests.lightning_ckpt.test_tiers import train_until_killed; "
         "train_until_killed(pathlib.Path(sys.argv[1]), getattr(lightning_ckpt, sys.argv[2]))"
     )
-    killed = fork_script(script, folder, kind.__name__, modules=LIGHTNING, check=False, timeout=240)
+    killed = fork_script(script, folder, kind.__name__, modules=LIGHTNING, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert names(folder / "remote") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
 
@@ -157,7 +157,7 @@ def test_a_failed_upload_ends_training_on_all_ranks_at_the_same_step(
         "import sys, pathlib, lightning_ckpt; from tests.lightning_ckpt.test_tiers import train_with_a_store_that_is_down; "
         "train_with_a_store_that_is_down(pathlib.Path(sys.argv[1]), getattr(lightning_ckpt, sys.argv[2]))"
     )
-    fork_script(script, tmp_path, kind.__name__, modules=LIGHTNING, ranks=2, timeout=240)
+    fork_script(script, tmp_path, kind.__name__, modules=LIGHTNING, ranks=2)
     results = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert "it is down" in results[0][0]
     assert results[0] == results[1]

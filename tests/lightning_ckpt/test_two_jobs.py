@@ -51,7 +51,7 @@ run_two(train, lambda: os.path.isdir(sys.argv[1]) and any(not name.startswith(".
 @pytest.mark.parametrize("plugin", ["async", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_two_trainings_in_one_directory(plugin: str, tmp_path: Path, fork_script: ScriptRunner) -> None:
     directory = tmp_path / "checkpoints"
-    done = fork_script(TRAININGS, directory, plugin, modules=LIGHTNING, timeout=280)
+    done = fork_script(TRAININGS, directory, plugin, modules=LIGHTNING)
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["A"] == []
     (message,) = told["B"]

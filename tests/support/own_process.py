@@ -63,7 +63,7 @@ class _Child:
         self._arrived: dict[str, list[pytest.TestReport]] = {}
         self._ended: set[str] = set()
         # A thread of pytest-timeout ends what waits inside of torch for ever; a signal would not.
-        options = ("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout_method=thread", "-o", "timeout=100")
+        options = ("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout_method=thread", "-o", "timeout=280")
         ini = ("-c", str(config.inipath)) if config.inipath else ()
         reading, writing = os.pipe()
         with self._output.open("wb") as output:

@@ -13,7 +13,7 @@ from torch import nn
 from ckpt_async.consistent_cut import COORDINATOR
 from ckpt_async.parameter_server import CutStore, ParameterClient, ParameterServer, SocketTransport, TrainingCoordinator
 
-LIMIT = 60.0
+LIMIT = 200.0
 
 
 class Tied(nn.Module):

@@ -43,7 +43,7 @@ from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_training import Job
 from tests.ckpt_async.parameter_server.training_threads import Counts, Threads, assert_counts, train
 
-LIMIT = 60.0
+LIMIT = 200.0
 SECRET, OTHER = "a secret of the training", "a secret of somebody else"
 SILENCE = 6.0  # seconds, the least
 ENVELOPE = {"from": "worker-0", "instance": "", "number": None, "body": {"kind": "exit", "reason": None}}
@@ -400,7 +400,7 @@ def test_a_moment_without_a_descriptor_is_survived(fork_script: Callable[..., ob
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         two.connect("one", one.address)
-        assert two.request("one", Frame({"a": 1})).result(30).content == {"said": {"a": 1}}
+        assert two.request("one", Frame({"a": 1})).result(200).content == {"said": {"a": 1}}
         one.close()
         two.close()
         """)
@@ -414,7 +414,6 @@ class ImpatientCluster(Cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["shard-1", COORDINATOR])
 def test_a_frozen_server_ends_the_training_and_is_named(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -476,7 +475,7 @@ def test_a_coordinator_that_reads_a_checkpoint_is_waited_for(tmp_path: Path, mon
     monkeypatch.setattr(TrainingCoordinator, "_receive", notice)
     with ThreadPoolExecutor(1) as pool:
         model, sgd = Counts(), lambda parameters: torch.optim.SGD(parameters, lr=1.0)
-        shard = SocketTransport("s0", connect_timeout=5.0)
+        shard = SocketTransport("s0", connect_timeout=LIMIT)
         server = pool.submit(ParameterServer, shard, transport.address, model, sgd)
         coordinator = TrainingCoordinator(transport, tmp_path, streams=1, shards=["s0"], workers=["w0"])
         assert server.result(LIMIT).training.generation == 1

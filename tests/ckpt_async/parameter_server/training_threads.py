@@ -15,7 +15,7 @@ from ckpt_async.parameter_server import CutStore, ParameterClient, ParameterServ
 from ckpt_core.errors import CheckpointError
 
 SAMPLES = 24
-LIMIT = 60.0
+LIMIT = 200.0
 
 
 class Counts(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from ckpt_core._commit.acting_together import Meeting, Position
 
-LIMIT_SECONDS = 30.0
+LIMIT_SECONDS = 200.0
 
 
 def stores(count: int) -> list[TCPStore]:

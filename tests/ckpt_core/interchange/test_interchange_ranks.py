@@ -161,7 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(folder: Path, fork_script: ScriptRunner) -> Path:
     """The directory that the one run of the script has left; the first test starts it."""
     if not (folder / "expected.pt").exists():
-        assert fork_script(SCRIPT, cwd=folder, timeout=250).stdout == "ok\n"
+        assert fork_script(SCRIPT, cwd=folder).stdout == "ok\n"
     return folder
 
 

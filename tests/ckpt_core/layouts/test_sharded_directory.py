@@ -576,7 +576,7 @@ class _SlowReader(FileReader):
 
     def read_into(self, offset: int, target: memoryview) -> None:
         if len(target) == fetching._ONE_READ:
-            self._answers.wait(60)
+            self._answers.wait(200)
         self._inner.read_into(offset, target)
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ SCRIPT = """
 
 
 def test_distributed_tensors(tmp_path: Path, fork_script: ScriptRunner) -> None:
-    fork_script(SCRIPT, tmp_path, ranks=2, timeout=240)
+    fork_script(SCRIPT, tmp_path, ranks=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first == {

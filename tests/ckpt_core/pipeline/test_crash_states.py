@@ -193,7 +193,7 @@ def test_the_system_calls_of_a_save(tmp_path: Path, unavailable: Callable[[str],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     if "ptrace" in done.stderr:

@@ -94,7 +94,7 @@ def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path, monkeypatch
 
         again = threading.Thread(target=save_again, daemon=True)
         again.start()
-        again.join(60.0)
+        again.join(200.0)
         assert not again.is_alive(), f"the next save waits for ever after Ctrl-C at {where}"
         assert verify(directory / "b"), where
         assert set(os.listdir(directory)) <= {"a", "b"}, where

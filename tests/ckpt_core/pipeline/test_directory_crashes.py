@@ -105,7 +105,7 @@ print(json.dumps(rows))
 def test_killed_before_any_change_of_the_disk(
     strategy: str, way: str, again: str, stride: int, fork_script: ScriptRunner
 ) -> None:
-    rows = json.loads(fork_script(KILLED, strategy, way, again, stride, timeout=280).stdout)
+    rows = json.loads(fork_script(KILLED, strategy, way, again, stride).stdout)
     values = [value for value, *_ in rows]
     before = 1.0 if again == "again" else None
     assert len(rows) > 35 / stride

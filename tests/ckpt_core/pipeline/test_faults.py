@@ -464,7 +464,7 @@ def test_a_sync_save_waits_for_a_storage_that_hangs(release: threading.Event, tm
     assert saving.is_alive()
     assert visible(tmp_path) == []
     release.set()
-    saving.join(60)
+    saving.join(200)
     assert_same_state(checkpointer.load(tmp_path / "a.ckpt"), NEW)
 
 

@@ -12,7 +12,7 @@ from ckpt_core import CheckpointError, StorageError
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline.jobs import Job, JobQueue
 
-SECONDS = 20.0  # longer than anything here takes
+SECONDS = 200.0  # longer than anything here takes
 
 
 class Recorded(JobQueue):

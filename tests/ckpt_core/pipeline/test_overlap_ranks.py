@@ -121,5 +121,5 @@ def test_every_rank_saves_the_state_of_its_step_and_resumes_from_it(
 ) -> None:
     if find_compiler() is None:
         unavailable("no C++ compiler for the simulated device")
-    done = fork_script(SCRIPT, kind, tmp_path / "saved", modules=CORE, ranks=2, timeout=240)
+    done = fork_script(SCRIPT, kind, tmp_path / "saved", modules=CORE, ranks=2)
     assert done.stdout.count("DONE") == 2

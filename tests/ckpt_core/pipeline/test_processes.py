@@ -216,7 +216,7 @@ with getattr(ckpt_core, sys.argv[1])() as checkpointer:
 
 @pytest.mark.parametrize("kind", ["Checkpointer", "DirectoryCheckpointer"])
 def test_several_threads_may_save_with_one_checkpointer(kind: str, fork_script: ScriptRunner, tmp_path: Path) -> None:
-    fork_script(SEVERAL_THREADS, kind, timeout=60)
+    fork_script(SEVERAL_THREADS, kind)
     saved = sorted(path for path in tmp_path.iterdir() if not path.name.startswith("."))
     assert [path.name for path in saved] == [f"{number}-{step}" for number in range(8) for step in range(8)]
     assert all(map(verify, saved))
@@ -250,7 +250,7 @@ checkpointer.close()
 
 
 def test_a_forked_process_saves_while_its_parent_does(fork_script: ScriptRunner, tmp_path: Path) -> None:
-    assert fork_script(FORKED_BESIDE_A_SAVE, timeout=60).stdout == "0 True True\n"
+    assert fork_script(FORKED_BESIDE_A_SAVE).stdout == "0 True True\n"
     loaded = {name: Checkpointer().load(tmp_path / f"{name}.ckpt")["w"] for name in ("parent", "child")}
     assert torch.equal(loaded["parent"], torch.ones(100_000))
     assert torch.equal(loaded["child"], torch.zeros(100_000))
@@ -271,7 +271,6 @@ def alarm() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
-@pytest.mark.timeout(100)
 def test_a_signal_handler_may_save_while_a_save_is_running(strategy: Any, alarm: Any, tmp_path: Path) -> None:
     weights = {f"w{i}": torch.full((1000,), float(i)) for i in range(300)}
     with Checkpointer(strategy=strategy) as checkpointer:

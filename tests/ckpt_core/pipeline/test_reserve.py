@@ -92,6 +92,6 @@ def test_a_buffer_that_comes_back_wakes_everybody_who_waits() -> None:
         time.sleep(0.001)
     pool.release(lent)
     for thread in waiting:
-        thread.join(30)
+        thread.join(200)
     assert not any(thread.is_alive() for thread in waiting)
     pool.close()

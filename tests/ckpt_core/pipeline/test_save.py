@@ -145,7 +145,7 @@ def test_ctrl_c_in_a_save_without_a_copy_waits_until_the_live_tensors_are_writte
             raise KeyboardInterrupt
 
     def interrupt_when_it_waits() -> None:
-        assert waits.wait(60.0)
+        assert waits.wait(200.0)
         while not is_interrupted.wait(0.1):  # one that comes right before the thread begins to wait does not wake it
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         may_write.set()
@@ -190,7 +190,7 @@ class Held:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.reached.set()
-        assert self.let_go.wait(60.0)
+        assert self.let_go.wait(200.0)
         return dict, ()
 
 
@@ -203,17 +203,17 @@ def test_a_thread_that_has_saved_beside_another_one_saves_in_the_background_agai
     def save_twice() -> None:
         checkpointer.save({"held": first}, tmp_path / "first")
         is_first_taken.set()
-        assert is_second_taken.wait(60.0)
+        assert is_second_taken.wait(200.0)
         checkpointer.save({}, tmp_path / "third")
 
     one = threading.Thread(target=save_twice)
     one.start()
-    assert first.reached.wait(60.0)
+    assert first.reached.wait(200.0)
     other = threading.Thread(target=lambda: checkpointer.save({"held": second}, tmp_path / "second"))
     other.start()
-    assert second.reached.wait(60.0)
+    assert second.reached.wait(200.0)
     first.let_go.set()
-    assert is_first_taken.wait(60.0)
+    assert is_first_taken.wait(200.0)
     second.let_go.set()
     other.join()
     is_second_taken.set()

@@ -128,7 +128,7 @@ print(json.dumps(rows))
 def test_killed_before_any_change_of_the_disk(
     strategy: str, again: str, stride: int, fork_script: ScriptRunner
 ) -> None:
-    rows = json.loads(fork_script(KILLED, strategy, again, stride, timeout=280).stdout)
+    rows = json.loads(fork_script(KILLED, strategy, again, stride).stdout)
     assert len(rows) > 30 / stride
     target = "2" if again == "again" else "3"
     before = {"0": 0.0, "1": 1.0, "2": 2.0}
@@ -181,9 +181,9 @@ def links(path: Path) -> list[int]:
 def test_ranks_link_their_own_files_also_with_another_number_of_them(
     strategy: str, tmp_path: Path, fork_script: ScriptRunner
 ) -> None:
-    fork_script(RANKS, strategy, 2, 0, "none", timeout=200)
-    fork_script(RANKS, strategy, 3, 4, "run/3", timeout=200)
-    fork_script(RANKS, strategy, 3, 8, "run/7", timeout=200)
+    fork_script(RANKS, strategy, 2, 0, "none")
+    fork_script(RANKS, strategy, 3, 4, "run/3")
+    fork_script(RANKS, strategy, 3, 8, "run/7")
     shared = [len(inodes(tmp_path / "run" / str(n)) & inodes(tmp_path / "run" / str(n + 1))) for n in range(11)]
     assert shared[:3] == [2, 2, 2], "each of the two ranks links its own"
     assert shared[3] == 0, "another cut: everything is written"

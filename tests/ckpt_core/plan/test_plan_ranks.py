@@ -350,7 +350,6 @@ def outcomes() -> dict[str, str]:
     return {}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", [f"{name} on {world} ranks" for name, (worlds, _) in CASES.items() for world in worlds]
 )
@@ -358,7 +357,7 @@ def test_what_all_ranks_write_is_the_whole(
     name: str, fork_script: ScriptRunner, outcomes: dict[str, str], tmp_path: Path
 ) -> None:
     if not outcomes:
-        fork_script(Path(__file__), tmp_path, timeout=240)
+        fork_script(Path(__file__), tmp_path)
         for file in tmp_path.glob("outcomes-*.json"):
             outcomes.update(json.loads(file.read_text()))
     assert outcomes[name] == ""

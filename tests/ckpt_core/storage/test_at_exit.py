@@ -47,7 +47,7 @@ if child:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-c", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=os.getcwd())
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=os.getcwd())
 
 
 @pytest.mark.parametrize("kind", ["rclone", "azurite"])

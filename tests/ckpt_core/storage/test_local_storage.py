@@ -199,7 +199,7 @@ def _hold_a_part(folder: str, ready: Any, release: Any) -> None:
     writer = LocalStorage().create(f"{folder}/live.ckpt", 5000)
     writer.write_at(0, memoryview(b"x" * 10))
     ready.set()
-    release.wait(60)
+    release.wait(200)
     writer.commit(10)
 
 
@@ -210,7 +210,7 @@ def test_orphans_of_dead_processes_are_removed_and_live_ones_are_not(tmp_path: P
         ready, release = context.Event(), context.Event()
         process = context.Process(target=_hold_a_part, args=(str(tmp_path), ready, release), daemon=True)
         process.start()
-        assert ready.wait(60)
+        assert ready.wait(200)
         processes.append((process, release))
     (dead, _), (alive, release) = processes
     assert len(os.listdir(tmp_path)) == 2
@@ -463,7 +463,7 @@ def test_two_threads_that_meet_the_limits_of_direct_io_both_write_without_it(
             return pwrite(descriptor, data, offset)
         except OSError as error:
             refused.append(error.errno or 0)
-            is_second = both_refused.wait(20.0) == 1
+            is_second = both_refused.wait(200.0) == 1
             while is_second and writer._direct:  # the other one leaves direct I/O first
                 os.sched_yield()
             raise

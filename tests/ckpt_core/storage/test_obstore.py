@@ -564,7 +564,6 @@ def test_credentials_of_google() -> None:
     assert asked_by("gs", filesystem) == ["Bearer of-google"]
 
 
-@pytest.mark.timeout(60)
 def test_a_signal_handler_saves_while_the_client_of_a_server_is_made(server_of: ServerOf) -> None:
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"

@@ -22,7 +22,7 @@ WINDOW = 16 * 2**20
 
 
 def wait_for_a_part(filesystem: Any, bucket: str, key: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         for upload in filesystem.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads", []):
             identity = {"Bucket": bucket, "Key": key, "UploadId": upload["UploadId"]}
@@ -74,7 +74,7 @@ def leave_upload(server: Server, root: str, name: str, *, parts: bool = True) ->
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -135,7 +135,7 @@ def writes_of(name: str) -> Callable[[Operation], bool]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
