@@ -60,8 +60,9 @@ _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_AZURE, "azure"), **dict.
 class _Shared:
     """What all storages of one fsspec filesystem know about its server."""
 
-    def __init__(self) -> None:
-        self.retries = Retries()
+    def __init__(self, protocol: str) -> None:
+        # gcsfs itself asks six times, which takes half a minute, and cannot be told otherwise.
+        self.retries = Retries(first_attempts=1) if protocol in _GCS else Retries()
         self.clients = KnownClients()
 
 
@@ -179,7 +180,7 @@ class FsspecStorage(Storage):
             name: value for name, value in options.items() if name not in ("backend", "follow_links", *OBSTORE_OPTIONS)
         }
         self._filesystem = _open_filesystem(url, given, self._secrets)
-        shared = _SHARED.setdefault(self._filesystem, _Shared())
+        shared = _SHARED.setdefault(self._filesystem, _Shared(url.partition("://")[0]))
         self._retries = shared.retries
         protocol = self._filesystem.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)

@@ -58,8 +58,6 @@ class IncompleteAnswerError(Exception):
     """The request is said to have succeeded, but the answer is not the store's: empty, or of something in between."""
 
 
-# A store that never answered is more likely a wrong address than an outage.
-_ATTEMPTS_BEFORE_FIRST_ANSWER = 3
 _SILENCE = 2.0  # seconds
 
 
@@ -138,13 +136,15 @@ def silence_told(describe: Describe) -> Iterator[None]:
 class Retries:
     """Carries out requests to one store; transient failures are retried with growing, random pauses.
 
-    Up to 10 attempts, for at most about 5 minutes; 3 attempts while the store has never answered.
+    Up to 10 attempts, for at most about 5 minutes; ``first_attempts`` while the store has never answered.
     """
 
     #: Called, in another thread, with the URL of a store that has never answered and keeps somebody waiting.
     on_silence: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, first_attempts: int = 3) -> None:
+        # A store that never answered is more likely a wrong address than an outage.
+        self._first_attempts = first_attempts
         self._has_answered = False
 
     def call(self, request: Callable[[], Result], describe: Describe) -> Result:
@@ -172,7 +172,7 @@ class Retries:
             if not isinstance(error, _TransientError):
                 return False
             count = next(failed)
-            most = _ATTEMPTS if self._has_answered else _ATTEMPTS_BEFORE_FIRST_ANSWER
+            most = _ATTEMPTS if self._has_answered else self._first_attempts
             if count < most:
                 logger.warning(
                     "%s (%s); trying again, %d of %d", error.failure.message, error.failure.path, count, most - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import stamina
 
 from ckpt_core.errors import CheckpointError, StorageError
+from ckpt_core.storage import storage_for
 from ckpt_core.storage.retry import Retries, http_status, is_transient
 
 
@@ -136,6 +138,20 @@ class TestRetries:
         with pytest.raises(StorageError):
             Retries().call(busy, described)
         assert busy.calls == 10, "a store that is busy has answered"
+
+    def test_google_whose_client_asks_again_itself_is_asked_once(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pytest.importorskip("gcsfs")
+
+        async def sleep(seconds: float) -> None:
+            pass
+
+        monkeypatch.setattr("gcsfs.retry.asyncio", types.SimpleNamespace(sleep=sleep))
+        nobody = {"token": "anon", "endpoint_url": "http://127.0.0.1:1", "skip_instance_cache": True}
+        with pytest.raises(StorageError, match="ClientConnectorError"):
+            storage_for("gs://bucket/run", nobody).exists("gs://bucket/run/a.ckpt")
+        assert "trying again" not in caplog.text
 
     def test_who_waits_learns_that_a_store_has_never_answered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         silent, is_told = [], threading.Event()
