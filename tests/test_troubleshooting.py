@@ -32,19 +32,20 @@ def text_of(node: ast.expr) -> str:
 
 
 def all_messages() -> Iterator[tuple[str, str]]:
-    """Place and text of each error of ours that is made, and each warning."""
+    """Place and text of each error of ours that is made, each warning, and what the preflight returns."""
     ours = errors()
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not node.args:
+            if path.name == "preflight.py" and isinstance(node, ast.Return) and node.value is not None:
+                # whoever asks warns of it
+                text = text_of(node.value.orelse if isinstance(node.value, ast.IfExp) else node.value)
+            elif not isinstance(node, ast.Call) or not node.args:
                 continue
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in ours or name in ("warn", "warning"):
-                text = text_of(node.args[0])
-            elif name == "tell_once":
-                text = text_of(node.args[-1])
             else:
-                continue
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if name not in ours | {"warn", "warning", "tell_once"}:
+                    continue
+                text = text_of(node.args[-1 if name == "tell_once" else 0])
             if len(re.findall("[a-z]", text)) >= FEWEST_LETTERS:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
