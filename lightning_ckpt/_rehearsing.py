@@ -178,8 +178,7 @@ class Rehearsal(Live, CheckpointBase):
         self._middle = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # behind all others, also those that the module has brought
-        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+        self._go_behind(trainer)  # all others, also those that the module has brought
         self._notes = Notes(self._plan, trainer.global_rank)
         if self._plan.resume is not None:
             self._notes.resumed()
@@ -198,7 +197,13 @@ class Rehearsal(Live, CheckpointBase):
         else:
             self._middle = most // 2
 
+    def _go_behind(self, trainer: Any) -> None:
+        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+
     # ---- the steps ---------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._go_behind(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch = {name or "batch": leaf for name, leaf in leaves(batch)}
@@ -232,6 +237,8 @@ class Rehearsal(Live, CheckpointBase):
             self._save(trainer, "epoch-end")
         if self._plan.ranks is not None and self._notes.handed:
             self._leave(trainer)
+        # If the training is over, nobody's on_train_end comes before that of this one, which ends the process.
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._take(trainer, trainer.fit_loop.total_batch_idx + 1, None, None)

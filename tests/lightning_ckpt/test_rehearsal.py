@@ -59,6 +59,13 @@ def test_an_exact_script_is_exact_at_every_point_and_its_own_checkpoints_are_lef
 
 
 @pytest.mark.usefixtures("forked")
+def test_nothing_comes_after_a_training_that_ends_by_itself_in_the_rehearsed_steps() -> None:
+    result = rehearse(of_case("short"), points=["middle"])
+    assert result.is_exact, result.text()
+    assert result.steps == 6 + 1, "of an epoch, and its end"
+
+
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "subject", "named"),
     [
