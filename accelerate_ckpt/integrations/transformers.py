@@ -148,6 +148,7 @@ class ResumableCallback(TrainerCallback):
         self._passes = 0  # over a stream, which the Trainer has not counted
         self._ends_with: int | None = None
         self._adds_files = False
+        self._has_later_weights = False  # whether train() has loaded what a later train() of the script had saved
         if trainer is not None:
             self._join(trainer)
 
@@ -312,8 +313,8 @@ class ResumableCallback(TrainerCallback):
         self._session.outcomes.after_training()
         self._session.checkpointer.close()
 
-    def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
-        self._passes, self._stream = 0, None
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        self._passes, self._stream, self._has_later_weights = 0, None, False
         if self._trainer is None:
             raise _unbound()
         missing = [name for name in _NEEDED_DURING_TRAINING if not hasattr(self._trainer, name)]
@@ -323,6 +324,12 @@ class ResumableCallback(TrainerCallback):
             accelerator = self._trainer.accelerator
             accelerator.load_state(self._resumed)
             self._rng = RngState.capture()
+            self._has_later_weights = state.global_step > state.max_steps
+            if self._has_later_weights:
+                self._session.announce(
+                    f"{self._resumed} was saved by a later train(): this one ends after step {state.max_steps}, and "
+                    f"what the script does after it sees the weights of step {state.global_step}"
+                )
             point = accelerator.resumed
             if point is not None and point.epoch and not has_length(train_dataloader):
                 if _counts_are_known():
@@ -355,6 +362,7 @@ class ResumableCallback(TrainerCallback):
     def on_evaluate(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         # Each evaluation prepares a new loader, which Accelerate never lets go of: it does not belong into checkpoints.
         if self._trainer is None or not self._trainer.is_in_train:
+            self._tell_of_later_weights("evaluate")
             return
         loaders, data = self._trainer.accelerator._dataloaders, self._session.data
         for loader in [loader for loader in loaders if loader is not train_dataloader]:
@@ -362,6 +370,17 @@ class ResumableCallback(TrainerCallback):
             if position is not None:
                 position.release()
         loaders[:] = [loader for loader in loaders if loader is train_dataloader]
+
+    def on_predict(self, *_: Any, **__: Any) -> None:
+        self._tell_of_later_weights("predict")
+
+    def _tell_of_later_weights(self, what: str) -> None:
+        if self._has_later_weights:
+            self._session.tell_once(
+                "later weights",
+                f"this trainer.{what} has the weights of a checkpoint that a later train() had saved: the one before "
+                "it resumed from that one, and had nothing left to train",
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self._session.note_metrics(logs or {})

@@ -45,6 +45,7 @@ from ckpt_core.rehearsal import Plan  # noqa: E402
 from tests.support.damage import flip_bit  # noqa: E402
 
 STEPS_PER_EPOCH = 8
+ENDED_BEFORE = "the one before it resumed from that one, and had nothing left to train"
 
 
 class StopError(Exception):
@@ -367,6 +368,35 @@ def test_what_cannot_be_read_takes_no_place_of_the_total_limit(tmp_path: Path) -
     flip_bit(tmp_path / "checkpoint-100/manifest.json", 5)
     trainer_for(tmp_path, max_steps=8, save_steps=2, save_total_limit=2).train()
     assert saved(tmp_path) == ["checkpoint-6", "checkpoint-8", "checkpoint-100"]
+
+
+def test_what_runs_between_two_trainings_and_sees_the_weights_of_the_later_one_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(stop: int, evaluates: bool) -> None:
+        trainer = trainer_for(tmp_path, max_steps=3, strategy="sync", callback=False)
+        ResumableCallback(trainer, strategy="sync", resume="auto")
+        trainer.add_callback(StopAfter(stop))
+        for steps in (3, 9):
+            trainer.args.max_steps = steps
+            trainer.train()
+            if evaluates:
+                trainer.evaluate()
+
+    caplog.set_level(logging.INFO, "accelerate_ckpt")
+    with pytest.raises(StopError):
+        run(7, evaluates=True)
+    assert "later train()" not in caplog.text
+    with pytest.raises(StopError):
+        run(8, evaluates=False)
+    (line,) = [one for one in caplog.messages if "later train()" in one]  # nothing may depend on it: no warning
+    assert line.endswith("this one ends after step 3, and what the script does after it sees the weights of step 6")
+    caplog.clear()
+    run(100, evaluates=True)
+    said = [one.message for one in caplog.records if "later train()" in one.message and one.levelname == "WARNING"]
+    assert said == [
+        f"this trainer.evaluate has the weights of a checkpoint that a later train() had saved: {ENDED_BEFORE}"
+    ]
 
 
 def test_resuming_takes_the_newest_checkpoint_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
