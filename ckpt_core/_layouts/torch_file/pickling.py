@@ -5,9 +5,10 @@ writing them. ``torch.serialization.skip_data`` would do the same; it is an earl
 needs a real file to write to, and takes three times as long (13 against 5 ms for 600 tensors), which the training
 thread would pay.
 
-torch's private names are used here and nowhere else in this package: ``TypedStorage._pickle_storage_type``,
-``_untyped_storage`` and ``_size`` (what ``torch.save`` calls for its storage entries), ``UntypedStorage._cdata``
-(the identity of a storage that several tensors share), and ``_rebuild_tensor_v2``, which the file names for a tensor.
+Of torch's private names, this package uses ``TypedStorage._pickle_storage_type``, ``_untyped_storage`` and ``_size``
+here (what ``torch.save`` calls for its storage entries), ``UntypedStorage._cdata`` (the identity of a storage that
+several tensors share), and ``_rebuild_tensor_v2``, which the file names for a tensor; and in ``storage_collector`` the
+list of the sparse tensors that a load is going to check.
 """
 
 from __future__ import annotations
