@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import operator
-import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,35 +29,12 @@ from ckpt_core.errors import StateMismatchError
 from ckpt_core.events import rank_of_process
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.flat_names import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
+from ckpt_core.interchange.named_checkpoint import NamedCheckpoint
 from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import Storage, storage_for
+from ckpt_core.storage import Storage
 
 _BATCH = 16 * 2**20  # bytes of tensors that are loaded together
-
-
-class NamedCheckpoint:
-    """What reader and writer have in common: the checkpoint that they are for, and the storage that keeps it."""
-
-    def __init__(self, path: StrPath | None, storage_options: dict[str, Any] | None, storage: Storage | None) -> None:
-        self._path = None if path is None else full_path(path)
-        self._storage_options = storage_options
-        self._storage = storage
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The path."""
-        return self._path
-
-    def _found(self, how: str) -> tuple[str, Storage]:
-        if self._path is None:
-            raise ValueError(f"name the checkpoint: {type(self).__name__}(path), or {how}(..., checkpoint_id=path)")
-        return self._path, self._storage or storage_for(self._path, self._storage_options)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether this could be a path: anything could."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 class CkptStorageReader(NamedCheckpoint, StorageReader):

@@ -25,8 +25,8 @@ from ckpt_core._plan import local_tensor
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.dcp_reader import NamedCheckpoint
 from ckpt_core.interchange.flat_names import EntryPath, split_path
+from ckpt_core.interchange.named_checkpoint import NamedCheckpoint
 from ckpt_core.interchange.streaming import given
 from ckpt_core.interchange.unconnected_save import Chunk, RankShards, UnconnectedSave, Value
 from ckpt_core.paths import StrPath
