@@ -174,8 +174,8 @@ def _is_same_object(first: torch.Tensor, second: torch.Tensor) -> bool:
     parts = []
     for tensor in (first, second):
         table = StorageTable()
-        pickled, _ = pickle_state(tensor, table)
-        parts.append((pickled, [memory.cpu().numpy().tobytes() for memory in table.memories()]))
+        pickle, _ = pickle_state(tensor, table)
+        parts.append((pickle(), [memory.cpu().numpy().tobytes() for memory in table.memories()]))
     return type(first) is type(second) and parts[0] == parts[1]
 
 

@@ -93,19 +93,25 @@ class FileImage:
         self._sources = list(sources)
         self._staged = staged
         self._wait_staged = wait_staged
-        self._pickled = b""
+        self._pickle: Callable[[], bytes] = bytes
         self._references: list[int] = []
         self._late: list[bytes] = []
         self._step: int | None = None
         self._digests: list[dict[int, str]] = [{} for _ in region.records]
 
-    def add_pickle(self, pickled: bytes, references: list[int], late: list[bytes], step: int | None = None) -> None:
-        """Add everything but the tensors.
+    def add_pickle(
+        self, pickle: Callable[[], bytes], references: list[int], late: list[bytes], step: int | None = None
+    ) -> None:
+        """Add everything but the tensors; ``pickle`` is called on the thread that writes.
 
         ``references`` are the storages in the order in which the pickle first refers to them; ``late`` the bytes of
         those that are not in the region.
         """
-        self._pickled, self._references, self._late, self._step = pickled, references, late, step
+        self._pickle, self._references, self._late, self._step = pickle, references, late, step
+
+    @functools.cached_property
+    def _pickled(self) -> bytes:
+        return self._pickle()
 
     @property
     def is_staged(self) -> bool:
@@ -114,7 +120,7 @@ class FileImage:
     @property
     def approximate_size(self) -> int:
         """The file's size in bytes but for its last few kilobytes, and for its pickle while that is not known."""
-        return self.region_size + len(self._pickled) + sum(map(len, self._late))
+        return self.region_size + sum(map(len, self._late))
 
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests."""
@@ -281,7 +287,7 @@ class StateLayout:
     def pickle_into(self, image: FileImage, state: Any) -> None:
         """Add everything but the tensors of ``state`` to ``image``."""
         known = len(self._region.records)
-        pickled, references = pickle_state(state, self._table)
+        pickle, references = pickle_state(state, self._table)
         # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
         late = [found.cpu().numpy().tobytes() for found in self._table.memories(known)]
-        image.add_pickle(pickled, references, late, step_in(state))
+        image.add_pickle(pickle, references, late, step_in(state))

@@ -45,6 +45,9 @@ _has_names: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "has_names", 
 
 
 _Entry = tuple[str, Any, str, str, int]  # what the pickle has in the place of a storage
+# What it has of a plain tensor, but for the storage's number: type, shape, strides, offset, requires_grad, and the
+# storage's place and length.
+_Described = tuple[Any, ...]
 
 
 class StorageTable:
@@ -57,6 +60,9 @@ class StorageTable:
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self.sizes: list[int] = []  # bytes of each: of whole elements, as the pickle counts them
+        self.plain: list[tuple[int, _Described]] = []  # the plain tensors, by number: with the index of the storage
+        self.numbers: dict[int, int] = {}  # theirs, by identity
+        self._kept: list[torch.Tensor] = []  # so that no other tensor gets the identity of one of these
         self._index: dict[Any, int] = {}
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
@@ -68,6 +74,18 @@ class StorageTable:
             self.storages.append(storage)
             self.sizes.append(storage.nbytes() // dtype.itemsize * dtype.itemsize)
         return index
+
+    def add_plain(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> int:
+        """Return the number of a plain tensor, which is new."""
+        dtype = tensor.dtype
+        place = "cpu" if tensor.is_cpu else location_tag(storage)
+        offset, requires_grad = tensor.storage_offset(), tensor.requires_grad
+        length = storage.nbytes() // dtype.itemsize
+        described = (dtype, tensor.shape, tensor.stride(), offset, requires_grad, place, length)
+        number = self.numbers[id(tensor)] = len(self.plain)
+        self.plain.append((self.add(storage, dtype), described))
+        self._kept.append(tensor)
+        return number
 
     def memories(self, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
         """Return the bytes of the storages from number ``begin`` on."""
@@ -82,8 +100,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
 
 
-def pickle_state(state: Any, table: StorageTable) -> tuple[bytes, list[int]]:
-    """Pickle ``state`` with its storages taken out; also return these, in the order in which the pickle has them."""
+def pickle_state(state: Any, table: StorageTable) -> tuple[Callable[[], bytes], list[int]]:
+    """Pickle ``state`` with its storages taken out; also return these, in the order in which the pickle has them.
+
+    The pickle is returned as a function that needs the state no more, and takes as long as this one: for when training
+    continues.
+    """
     stream = io.BytesIO()
     pickler = _StoragePickler(stream, table, {})
     try:
@@ -104,11 +126,11 @@ def pickle_state(state: Any, table: StorageTable) -> tuple[bytes, list[int]]:
             remedy="keep objects that pickle refuses (lambdas, open files, locks, local classes) out of the state, "
             "or give them a __getstate__ that leaves such parts out",
         ) from error
-    return pickler.finish(stream.getvalue()), list(pickler.references)
+    return pickler.finish(), list(pickler.references)
 
 
 class _StoragePickler(pickle.Pickler):
-    """Pickles all but plain tensors, and numbers these: :meth:`finish` puts the pickle of each in its number's place.
+    """Pickles all but plain tensors, and numbers these; :meth:`finish` puts the pickle of each in its number's place.
 
     It is what ``Tensor.__reduce_ex__`` would lead to, in a third of the time: that calls Python for each of the
     twenty-five objects that describe a tensor, which are nearly the same for every one.
@@ -121,15 +143,13 @@ class _StoragePickler(pickle.Pickler):
         self._table = table
         self._mark = os.urandom(7) + b"\1"  # a number that nobody has in a state; its last byte makes it positive
         self._first_number = int.from_bytes(b"\0\0\0\0" + self._mark, "little")
-        self._plain: list[tuple[torch.Tensor, int]] = []  # by number: kept, so that no other gets its identity
-        self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> _Entry | int | None:
         kind = type(obj)
         if kind in PLAIN_TYPES:
             return None
         if kind is torch.Tensor:
-            number = self._numbers.get(id(obj))
+            number = self._table.numbers.get(id(obj))
             if number is None:
                 if not _is_plain(obj):
                     if obj.is_nested and not obj.size(0):
@@ -138,8 +158,8 @@ class _StoragePickler(pickle.Pickler):
                             remedy="save an empty list",
                         )
                     return None
-                number = self._numbers[id(obj)] = len(self._plain)
-                self._plain.append((obj, self._index(obj.untyped_storage(), obj.dtype)))
+                number = self._table.add_plain(obj, obj.untyped_storage())
+            self._refer(self._table.plain[number][0], obj.dtype)
             return self._first_number + number
         if not isinstance(obj, _STORAGE_TYPES):
             return None
@@ -153,37 +173,24 @@ class _StoragePickler(pickle.Pickler):
             raise SerializationError(
                 "a storage on the meta device has no bytes", remedy="save the tensor that it is of, or materialize it"
             )
-        return "storage", storage_type, str(self._index(storage, dtype)), location_tag(storage), length
-
-    def _index(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
         index = self._table.add(storage, dtype)
+        self._refer(index, dtype)
+        return "storage", storage_type, str(index), location_tag(storage), length
+
+    def _refer(self, index: int, dtype: torch.dtype) -> None:
         if self.references.setdefault(index, dtype) is not dtype:
             raise SerializationError(
                 f"two tensors share their memory but have different types ({dtype} and {self.references[index]}), "
                 "which a torch file cannot express",
                 remedy="clone one of the two before saving",
             )
-        return index
 
-    def finish(self, pickled: bytes) -> bytes:
-        """Return what was dumped, with the plain tensors in it."""
-        if not self._plain:
-            return pickled
-        # LONG1, its length, the number, BINPERSID
-        parts = re.split(rb"\x8a\x0c(....)" + re.escape(self._mark) + rb"Q", pickled, flags=re.DOTALL)
-        numbers = [int.from_bytes(number, "little") for number in parts[1::2]]
-        met_again = {number for number, count in Counter(numbers).items() if count > 1}
-        opcodes = _TensorOpcodes(self._memo_size())
-        written: dict[int, bytes] = {}
-        for at, number in enumerate(numbers):
-            if number in written:
-                parts[2 * at + 1] = written[number]
-                continue
-            parts[2 * at + 1] = opcodes.of(*self._plain[number])
-            if number in met_again:
-                put, written[number] = opcodes.memorize()
-                parts[2 * at + 1] += put
-        return b"".join(parts)
+    def finish(self) -> Callable[[], bytes]:
+        """Return what makes the pickle of what was dumped, with the plain tensors in it."""
+        dumped = self._stream.getvalue()
+        if not self._table.plain:
+            return lambda: dumped
+        return functools.partial(_with_tensors, dumped, self._mark, self._table.plain, self._memo_size())
 
     def _memo_size(self) -> int:
         """Return how many values are memorized: the number that the next gets. ``memo`` gives only a copy of itself."""
@@ -191,6 +198,24 @@ class _StoragePickler(pickle.Pickler):
         self.dump([])
         self._stream.seek(begin + len(pickle.PROTO + b"\2" + pickle.EMPTY_LIST + pickle.BINPUT))
         return int.from_bytes(self._stream.read().removesuffix(pickle.STOP), "little")
+
+
+def _with_tensors(dumped: bytes, mark: bytes, plain: Sequence[tuple[int, _Described]], memo_size: int) -> bytes:
+    # LONG1, its length, the number, BINPERSID
+    parts = re.split(rb"\x8a\x0c(....)" + re.escape(mark) + rb"Q", dumped, flags=re.DOTALL)
+    numbers = [int.from_bytes(number, "little") for number in parts[1::2]]
+    met_again = {number for number, count in Counter(numbers).items() if count > 1}
+    opcodes = _TensorOpcodes(memo_size)
+    written: dict[int, bytes] = {}
+    for at, number in enumerate(numbers):
+        if number in written:
+            parts[2 * at + 1] = written[number]
+            continue
+        parts[2 * at + 1] = opcodes.of(*plain[number])
+        if number in met_again:
+            put, written[number] = opcodes.memorize()
+            parts[2 * at + 1] += put
+    return b"".join(parts)
 
 
 class _TensorOpcodes:
@@ -202,21 +227,16 @@ class _TensorOpcodes:
     def __init__(self, memo_size: int) -> None:
         self._memo_size = memo_size
         self._memorized: dict[bytes, bytes] = {}
-        self._known: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
+        self._known: dict[_Described, tuple[bytes, bytes]] = {}
 
-    def of(self, tensor: torch.Tensor, index: int) -> bytes:
+    def of(self, index: int, described: _Described) -> bytes:
         """Return the opcodes of a plain tensor whose storage has this index."""
-        storage, dtype = tensor.untyped_storage(), tensor.dtype
-        place = "cpu" if tensor.is_cpu else location_tag(storage)
-        length = storage.nbytes() // tensor.itemsize
-        offset: Any = tensor.storage_offset()
-        key = (dtype, tensor.shape, tensor.stride(), offset, tensor.requires_grad, place, length)
-        known = self._known.get(key)
+        known = self._known.get(described)
         if known is None:
             memorized = len(self._memorized)
-            known = self._build(*key)
+            known = self._build(*described)
             if len(self._memorized) == memorized:  # it memorizes nothing, so it can stand anywhere
-                self._known[key] = known
+                self._known[described] = known
         before, after = known
         return before + _text(b"%d" % index) + after
 
@@ -316,12 +336,20 @@ def _stored_as(dtype: torch.dtype) -> torch.dtype:
 
 
 def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
-    """Add the storages of all plain dense tensors of ``state`` to ``table`` and return those tensors."""
-    plain = [tensor for tensor in tensor_values(state) if is_dense(tensor)]
-    for tensor in plain:
+    """Add the storages of all dense tensors of ``state`` to ``table`` and return those tensors."""
+    dense = []
+    for tensor in tensor_values(state):
+        is_plain = type(tensor) is torch.Tensor and _is_plain(tensor)
+        if not is_plain and not is_dense(tensor):
+            continue
+        dense.append(tensor)
         try:
-            table.add(storage_of(tensor, key=""), _stored_as(tensor.dtype))
+            storage = storage_of(tensor, key="")
         except SerializationError:
             key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
-            table.add(storage_of(tensor, key=key), _stored_as(tensor.dtype))  # which says it again, with the key
-    return plain
+            storage = storage_of(tensor, key=key)  # which says it again, with the key
+        if not is_plain:
+            table.add(storage, _stored_as(tensor.dtype))
+        elif id(tensor) not in table.numbers:
+            table.add_plain(tensor, storage)
+    return dense

@@ -6,6 +6,7 @@ import collections
 import io
 import pickle
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from ckpt_core._layouts.image import WINDOW
 from ckpt_core._layouts.torch_file import archive as archive_module
 from ckpt_core._layouts.torch_file import pickling
 from ckpt_core._pipeline.loading import peek
-from ckpt_core.storage import storage_for
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, storage_for
 from tests.support.states import DTYPES, assert_same_state, raw_bytes, states, tensor_of
 
 
@@ -416,6 +417,26 @@ def test_a_program_that_has_its_sparse_tensors_checked(tmp_path: Path) -> None:
         with pytest.raises(CheckpointFormatError, match="size is inconsistent with indices"):
             load(tmp_path / "wrong.ckpt")
         assert torch.sparse.check_sparse_tensor_invariants.is_enabled()
+
+
+def test_tensors_that_get_another_shape_while_the_file_is_written(tmp_path: Path) -> None:
+    """The pickle, which is made on the thread that writes, is of the moment of the save."""
+    turned, emptied, trained = torch.arange(6.0).reshape(2, 3), torch.arange(3.0), torch.zeros(2)
+    state = {"turned": turned, "again": turned, "emptied": emptied, "trained": trained, "steps": [1]}
+    continues = threading.Event()
+    storage = FaultyStorage(LocalStorage(), [Fault("create", until=continues)])
+    with Checkpointer(storage=storage) as checkpointer:
+        checkpointer.save(state, tmp_path / "a.ckpt")
+        turned.t_()
+        emptied.resize_(0)
+        trained.requires_grad_()
+        state["steps"].append(2)  # type: ignore[attr-defined]
+        continues.set()
+    loaded = load(tmp_path / "a.ckpt")
+    assert loaded["again"] is loaded["turned"]
+    assert torch.equal(loaded["turned"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(loaded["emptied"], torch.arange(3.0))
+    assert (loaded["trained"].requires_grad, loaded["steps"]) == (False, [1])
 
 
 def test_typed_and_untyped_storages_and_meta_tensors(tmp_path: Path) -> None:
