@@ -126,8 +126,8 @@ def test_what_we_use_of_accelerates_parser_is_where_it_was() -> None:
     assert "Some Title" in parser.formatter_class("accelerate-ckpt").titles  # type: ignore[attr-defined]
 
 
-def test_a_release_that_has_moved_the_parser_is_answered_with_the_other_way(run_script: RunScript) -> None:
-    done = run_script(
+def test_a_release_that_has_moved_the_parser_is_answered_with_the_other_way(fork_script: RunScript) -> None:
+    done = fork_script(
         textwrap.dedent(
             """
             import accelerate.commands.launch as launch

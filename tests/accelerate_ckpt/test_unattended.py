@@ -353,9 +353,9 @@ TOLD = """
     ids=str,
 )
 def test_a_start_that_a_signal_ends_is_no_crash(
-    run_script: Any, tmp_path: Path, number: signal.Signals, moment: str, preempt: str
+    run_script: Any, fork_script: Any, tmp_path: Path, number: signal.Signals, moment: str, preempt: str
 ) -> None:
-    run_script(TOLD, int(number), moment, preempt)
+    fork_script(TOLD, int(number), moment, preempt, modules=ACCELERATE)
     ended = run_script(TOLD, int(number), moment, preempt, check=False)
     assert (ended.returncode, ended.stdout.count("not told")) == (-number, 0)
     assert "resuming from" in ended.stdout + ended.stderr

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from tests.conftest import LIGHTNING, ScriptRunner
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = "--cpu --devices 1 --max-steps 4 --every-n-steps 2 --accumulate 2 --width 16 --layers 1 --block-size 8"
@@ -73,11 +72,9 @@ def test_hash_covers_structure_values_and_every_bit(train_gpt: ModuleType) -> No
     assert len({train_gpt.sha256(other) for other in (state, *others)}) == 4
 
 
-def test_script_trains_and_writes_its_result(train_gpt: ModuleType, tmp_path: Path) -> None:
+def test_script_trains_and_writes_its_result(train_gpt: ModuleType, fork_script: ScriptRunner, tmp_path: Path) -> None:
     script, events = REPOSITORY / "examples" / "train_gpt.py", tmp_path / "events.jsonl"
-    command = [sys.executable, str(script), "--output", str(tmp_path), "--event-log", str(events), *TINY.split()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    subprocess.run(command, check=True, env=environment)
+    fork_script(script, "--output", tmp_path, "--event-log", events, *TINY.split(), modules=LIGHTNING)
 
     result = json.loads((tmp_path / "result.json").read_text())
     steps = [json.loads(line) for line in (tmp_path / "steps-rank0.jsonl").read_text().splitlines()]

@@ -122,15 +122,15 @@ assert not [name for name in sys.modules if name.split(".")[0] in missing]
     ("package", "missing"),
     [("lightning.pytorch", "pytorch_lightning,lightning_fabric"), ("pytorch_lightning", "lightning")],
 )
-def test_with_only_one_of_the_two_packages(package: str, missing: str, tmp_path: Path, run_script: Any) -> None:
-    run_script(ONLY + TRAINS, missing, package)
+def test_with_only_one_of_the_two_packages(package: str, missing: str, tmp_path: Path, fork_script: Any) -> None:
+    fork_script(ONLY + TRAINS, missing, package)
     assert names(tmp_path / "saved") == ["last.ckpt", "step=12.ckpt"]
     for path in (tmp_path / "saved").iterdir():
         assert verify(path)
 
 
-def test_without_lightning_it_says_what_to_install(run_script: Any) -> None:
-    failed = run_script(
+def test_without_lightning_it_says_what_to_install(fork_script: Any) -> None:
+    failed = fork_script(
         ONLY + "from lightning_ckpt import ResumableCheckpoint",
         "lightning,pytorch_lightning,lightning_fabric",
         check=False,
@@ -139,8 +139,8 @@ def test_without_lightning_it_says_what_to_install(run_script: Any) -> None:
     assert "pip install '.[lightning]' or '.[pytorch-lightning]'" in failed.stderr
 
 
-def test_what_a_package_itself_lacks_is_not_taken_for_its_absence(run_script: Any) -> None:
-    failed = run_script(ONLY + "from lightning_ckpt import ResumableCheckpoint", "lightning_utilities", check=False)
+def test_what_a_package_itself_lacks_is_not_taken_for_its_absence(fork_script: Any) -> None:
+    failed = fork_script(ONLY + "from lightning_ckpt import ResumableCheckpoint", "lightning_utilities", check=False)
     assert failed.returncode == 1
     assert "No module named 'lightning_utilities'" in failed.stderr.splitlines()[-1]
 

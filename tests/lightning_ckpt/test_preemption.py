@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ckpt_core import verify
 from lightning_ckpt import ResumableCheckpoint, _preemption
+from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning_ckpt.features import needs_save_on_exception
 from tests.lightning_ckpt.signal_ranks import START, Job
 
@@ -285,8 +284,6 @@ print("goes on", flush=True)
 """
 
 
-def test_a_setup_that_no_run_follows_leaves_no_thread_and_no_handler(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _SETUP_WITHOUT_A_FIT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_setup_that_no_run_follows_leaves_no_thread_and_no_handler(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    done = fork_script(_SETUP_WITHOUT_A_FIT, tmp_path, modules=LIGHTNING)
     assert done.stdout.splitlines() == ["MainThread SIG_DFL", "handled", "goes on"], done.stderr
-    assert done.returncode == 0

@@ -122,7 +122,7 @@ def test_a_store_that_never_answers_is_given_up_soon(backend: str, caplog: pytes
     ],
 )
 def test_a_missing_package_is_named(
-    url: str, module: str, remedy: str, run_script: Callable[..., Any], tmp_path: Path
+    url: str, module: str, remedy: str, fork_script: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / f"{module}.py").write_text("raise ImportError('not here')\n")
     script = f"""
@@ -133,7 +133,7 @@ def test_a_missing_package_is_named(
         except StorageError as error:
             print(error)
     """
-    shown = run_script(script, env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}).stdout
+    shown = fork_script(script, env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}).stdout
     assert remedy in shown
     assert url in shown
     assert SECRET not in shown

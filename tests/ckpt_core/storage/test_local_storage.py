@@ -204,7 +204,7 @@ def _hold_a_part(folder: str, ready: Any, release: Any) -> None:
 
 
 def test_orphans_of_dead_processes_are_removed_and_live_ones_are_not(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     processes = []
     for _ in range(2):
         ready, release = context.Event(), context.Event()

@@ -120,7 +120,7 @@ def test_who_only_reads_writes_nothing_and_finds_out_too(
     assert "non-partial response" in message
 
 
-def test_without_obstore_fsspecs_client_does_it(run_script: Any, server_of: ServerOf, tmp_path: Path) -> None:
+def test_without_obstore_fsspecs_client_does_it(fork_script: Any, server_of: ServerOf, tmp_path: Path) -> None:
     (tmp_path / "obstore.py").write_text("raise ImportError('not here')\n")
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
@@ -137,13 +137,13 @@ def test_without_obstore_fsspecs_client_does_it(run_script: Any, server_of: Serv
         except StorageError as error:
             print(error)
     """
-    done = run_script(script, env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"})
+    done = fork_script(script, env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"})
     assert "S3Writer b'abc'" in done.stdout
     assert "obstore cannot be used: it is not installed" in done.stdout
     assert done.stderr.count("and not obstore") == 1
 
 
-def test_a_fork_of_a_process_that_has_used_obstore(run_script: Any, server_of: ServerOf) -> None:
+def test_a_fork_of_a_process_that_has_used_obstore(fork_script: Any, server_of: ServerOf) -> None:
     """Its threads stayed behind: every request would hang."""
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
@@ -167,7 +167,7 @@ def test_a_fork_of_a_process_that_has_used_obstore(run_script: Any, server_of: S
         os.wait()
         print(read(storage, {path!r}), flush=True)
     """
-    done = run_script(script)
+    done = fork_script(script)
     assert done.stdout.splitlines()[:2] == ["ObstoreWriter", "b'parent' S3Writer"]
     assert "forked process" in done.stdout.splitlines()[2]
     assert done.stdout.splitlines()[3] == "b'child'"
