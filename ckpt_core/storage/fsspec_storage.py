@@ -388,8 +388,12 @@ class FsspecStorage(Storage):
         except CheckpointNotFoundError:
             return None
 
-    def delete(self, path: str) -> None:
-        self._ask("remove", path, lambda: self._filesystem.rm_file(path))
+    def delete(self, path: str, *, once: bool = False) -> None:
+        if once:
+            with translated(self._describing("remove", path)):
+                self._filesystem.rm_file(path)
+        else:
+            self._ask("remove", path, lambda: self._filesystem.rm_file(path))
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 

@@ -62,8 +62,8 @@ class LeaseStore(Protocol):
     def get(self, path: str) -> bytes | None:
         """Return an object's bytes, or None if there is none."""
 
-    def delete(self, path: str) -> None:
-        """Delete an object."""
+    def delete(self, path: str, *, once: bool = False) -> None:
+        """Delete an object; with ``once``, a request that fails is not repeated."""
 
     def hidden_objects(self, directory: str, prefix: str) -> Sequence[FileInfo]:
         """Return the objects directly in ``directory`` whose names begin with ``prefix``."""
@@ -93,6 +93,8 @@ class Lease(Claim):
         self._is_first = False
         self._is_known = Latch()  # whether others live
         self._is_released = Latch()
+        self._ends_at = float("inf")  # until then, whoever releases it waits; by time.monotonic()
+        self._is_silent = False  # whether the store has refused the last time, which the log has
         self._written_at = -float("inf")  # by time.monotonic()
         self._written_at_store = 0.0  # by the clock of the store
         self._lock = threading.RLock()  # a signal handler that saves may interrupt a save
@@ -112,7 +114,7 @@ class Lease(Claim):
             pause = RENEW_SECONDS if self._is_known.is_set() else min(RENEW_SECONDS, _ASK_AGAIN_SECONDS)
             self._is_released.wait(pause)
         try:
-            self._store.delete(self._path)
+            self._store.delete(self._path, once=True)
         except Exception as error:  # noqa: BLE001 - of any type, as a client of a store may raise it
             logger.info("could not delete the lease %s, which ends by itself: %s", self._path, error)
 
@@ -130,9 +132,10 @@ class Lease(Claim):
             logger.info("deleted %d unfinished uploads of dead processes, such as %s", len(removed), removed[0])
 
     def release(self, *, wait: bool = True) -> None:
+        self._ends_at = min(self._ends_at, time.monotonic() + _SECONDS_TO_END)
         self._is_released.set()
         if wait and self in _leases and self._thread is not None:
-            self._thread.join(_SECONDS_TO_END)
+            self._thread.join(max(0.0, self._ends_at - time.monotonic()))
 
     def forget(self) -> None:
         """Nothing has to be done: the thread is not in a fork."""
@@ -160,10 +163,13 @@ class Lease(Claim):
                 self._written_at = time.monotonic()
                 self._look()
             except Exception as error:  # noqa: BLE001 - as above
-                logger.warning("cannot find out whether another job saves into %s: %s", self.directory, error)
+                if not self._is_silent:
+                    logger.warning("cannot find out whether another job saves into %s: %s", self.directory, error)
+                self._is_silent = True
                 self._is_first |= self._written_at < 0  # nothing speaks against it
                 self._is_known.set()
                 return
+            self._is_silent = False
             self._is_first |= not self._others
             confirmed = [other.owner for other in self._others.values() if other.is_confirmed]
             if self._is_first or len(confirmed) == len(self._others):

@@ -131,14 +131,15 @@ class ObstoreClient:
         with _incomplete_answers():
             self._obstore.put(store, self._key(path), data, attributes=attributes, use_multipart=False)
 
-    def begin(self, path: str, first: memoryview, mark: str) -> Any:
+    def begin(self, path: str, first: memoryview, mark: str, *, once: bool = False) -> Any:
         """Begin an object of several parts; return obstore's writer, which reads from ``first`` until it releases it.
 
-        ``mark`` is kept with the object, for :meth:`size_made_by`. Errors as for :meth:`put`.
+        With ``once``, give up soon. ``mark`` is kept with the object, for :meth:`size_made_by`. Errors as for
+        :meth:`put`.
         """
         refuse_fork()
         file = self._obstore.open_writer(
-            self._writing,
+            self._reading if once else self._writing,
             self._key(path),
             attributes={_MARK: mark},
             buffer_size=len(first),

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
@@ -59,6 +60,9 @@ class IncompleteAnswerError(Exception):
 
 
 _SILENCE = 2.0  # seconds
+_REPEATED = " retries, max_retries"  # in the errors of obstore, which has repeated the request by itself
+_PATIENCE = 300.0  # seconds since the first failure
+_CALM = 60.0  # seconds without a request that fails, after which a failure is the first one again
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -104,9 +108,9 @@ def is_transient(error: BaseException) -> bool:
 class _TransientError(Exception):
     """Carries the described failure through stamina, which logs what it retries: no word of the original gets there."""
 
-    def __init__(self, failure: CheckpointError) -> None:
+    def __init__(self, failure: CheckpointError, *, is_first: bool) -> None:
         super().__init__(failure.message)
-        self.failure = failure
+        self.failure, self.is_first = failure, is_first
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
@@ -136,16 +140,25 @@ def silence_told(describe: Describe) -> Iterator[None]:
 class Retries:
     """Carries out requests to one store; transient failures are retried with growing, random pauses.
 
-    Up to 10 attempts, for at most about 5 minutes; ``first_attempts`` while the store has never answered.
+    Up to 10 attempts, ``first_attempts`` while the store has never answered. ``patience`` seconds after the first
+    failure, any request has one attempt until the store answers one: what is left at the end of a run waits once.
     """
 
     #: Called, in another thread, with the URL of a store that has never answered and keeps somebody waiting.
     on_silence: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self, first_attempts: int = 3) -> None:
+    def __init__(self, first_attempts: int = 3, patience: float = _PATIENCE) -> None:
         # A store that never answered is more likely a wrong address than an outage.
         self._first_attempts = first_attempts
+        self._patience = patience
         self._has_answered = False
+        self._failing_since, self._failed_at = 0.0, -float("inf")  # by time.monotonic()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the store has failed for so long that no request is repeated."""
+        now = time.monotonic()
+        return now - self._failed_at < _CALM and now - self._failing_since >= self._patience
 
     def call(self, request: Callable[[], Result], describe: Describe) -> Result:
         """Return what ``request`` returns, maybe after several calls; ``describe`` makes the error for the user."""
@@ -153,12 +166,13 @@ class Retries:
             with contextlib.nullcontext() if self._has_answered else silence_told(describe):
                 for attempt in self._attempts():
                     with attempt:
+                        began = time.monotonic()
                         try:
                             result = request()
                         except Exception as error:  # noqa: BLE001 - described and raised below
-                            failure = self._judged(error, describe)
+                            failure = self._judged(error, describe, began)
                         else:
-                            self._has_answered = True
+                            self._has_answered, self._failed_at = True, -float("inf")
                             return result
                         raise failure
         except _TransientError as last:
@@ -173,18 +187,25 @@ class Retries:
                 return False
             count = next(failed)
             most = _ATTEMPTS if self._has_answered else self._first_attempts
-            if count < most:
-                logger.warning(
-                    "%s (%s); trying again, %d of %d", error.failure.message, error.failure.path, count, most - 1
-                )
-            return count < most
+            if count >= most or self.has_given_up:
+                return False
+            told = error.failure.message, error.failure.path
+            if error.is_first:  # the log needs it once, whatever is asked meanwhile
+                logger.warning("%s (%s); trying again for at most %g s", *told, self._patience)
+            else:
+                logger.info("%s (%s); trying again, %d of %d", *told, count, most - 1)
+            return True
 
         return stamina.retry_context(
-            is_worth_another, attempts=_ATTEMPTS, timeout=300.0, wait_initial=0.2, wait_max=30.0, wait_jitter=1.0
+            is_worth_another, attempts=_ATTEMPTS, timeout=_PATIENCE, wait_initial=0.2, wait_max=30.0, wait_jitter=1.0
         )
 
-    def _judged(self, error: Exception, describe: Describe) -> Exception:
+    def _judged(self, error: Exception, describe: Describe, began: float) -> Exception:
         if http_status(error) is not None:
             self._has_answered = True
-        failure = describe(error)
-        return _TransientError(failure) if is_transient(error) else failure
+        failure, is_worth_more = describe(error), is_transient(error)
+        is_first = began - self._failed_at > _CALM
+        if is_worth_more or _REPEATED in str(error):
+            self._failing_since = began if is_first else self._failing_since
+            self._failed_at = time.monotonic()
+        return _TransientError(failure, is_first=is_first) if is_worth_more else failure

@@ -130,7 +130,10 @@ class ObstoreWriter(_PartWriter):
         self._part, self._filled = bytearray(), 0
         if self._file is None:
             self._began_at = time.monotonic()
-            self._file = self._retries.call(lambda: self._client.begin(self._path, view, self._mark), self._describe)
+            once = self._retries.has_given_up
+            self._file = self._retries.call(
+                lambda: self._client.begin(self._path, view, self._mark, once=once), self._describe
+            )
             return
         with translated(self._describe):
             self._file.write(view)
@@ -141,7 +144,10 @@ class ObstoreWriter(_PartWriter):
         try:
             if self._file is None:
                 last = memoryview(self._part)[: self._filled]
-                self._retries.call(lambda: self._client.put(self._path, last, mark=self._mark), self._describe)
+                once = self._retries.has_given_up
+                self._retries.call(
+                    lambda: self._client.put(self._path, last, mark=self._mark, once=once), self._describe
+                )
                 return
             self._send()
             self._is_closed = True
@@ -151,6 +157,8 @@ class ObstoreWriter(_PartWriter):
             failure = error  # unless only the answer was lost
         found: int | None = None
         try:
+            if failure is not None and self._retries.has_given_up:
+                raise failure  # the store does not say that either
             found = self._client.size_made_by(self._mark, self._path)
         except Exception as error:  # noqa: BLE001 - of any type that a client raises: nothing is known
             logger.debug("could not look at %s: %s", self._path, type(error).__name__)

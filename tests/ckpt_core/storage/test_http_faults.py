@@ -15,6 +15,7 @@ import torch
 from ckpt_core import Checkpointer, CheckpointError, StorageError
 from ckpt_core.storage import Storage, storage_for
 from ckpt_core.storage.fsspec_storage import FsspecStorage
+from ckpt_core.storage.retry import Retries
 from tests.support.fault_proxy import FAULTS, FaultProxy, HttpFault, start_proxy
 from tests.support.servers import Server
 from tests.support.states import assert_same_state, tensor_of
@@ -293,6 +294,25 @@ def test_a_refusal_is_not_repeated(server_of: ServerOf) -> None:
         assert "not-the-secret" not in "".join(traceback.format_exception(caught.value))
 
 
+def test_a_save_after_a_long_outage_does_not_repeat_what_it_asks(server_of: ServerOf) -> None:
+    server = server_of("moto")
+    with start_proxy(server.endpoint) as proxy:
+        options = {name: v for name, v in proxied_options(server, proxy).items() if name != "retry_config"}
+        storage: Any = storage_for(root := server.new_bucket(), options)
+        with storage.create(f"{root}/a.ckpt", 4) as writer:
+            writer.write_at(0, memoryview(b"good"))
+            writer.commit(4)
+        storage._retries = Retries(patience=0.0)
+        proxy.plan(HttpFault("503", 1, for_good=True))
+        with pytest.raises(StorageError):
+            storage.exists(f"{root}/a.ckpt")
+        with storage.create(f"{root}/b.ckpt", 4) as writer:
+            writer.write_at(0, memoryview(b"late"))
+            with pytest.raises(StorageError, match="503"):
+                writer.commit(4)
+        assert len(proxy.requests) <= 3, proxy.requests
+
+
 def test_pauses_grow_and_are_random(server_of: ServerOf, caplog: pytest.LogCaptureFixture) -> None:
     stamina.set_testing(False)
     server = server_of("moto")
@@ -302,17 +322,20 @@ def test_pauses_grow_and_are_random(server_of: ServerOf, caplog: pytest.LogCaptu
         hooks = stamina.instrumentation.get_on_retry_hooks()
         stamina.instrumentation.set_on_retry_hooks([*hooks, lambda details: waits.append(details.wait_for)])
         try:
-            with caplog.at_level(logging.WARNING):
+            with caplog.at_level(logging.INFO, "ckpt_core.storage.retry"):
                 proxy.plan(HttpFault("503", 1, for_good=True))
                 exists = scene.faulty
                 timer = _heal_after(proxy, 4)
                 assert exists.exists(scene.path)
         finally:
             stamina.instrumentation.set_on_retry_hooks(hooks)
-        told = [record.getMessage() for record in caplog.records if record.name != "asyncio"]
+        records = [record for record in caplog.records if record.name == "ckpt_core.storage.retry"]
+        told = [record.getMessage() for record in records]
         assert [line[line.rindex("trying") :] for line in told] == [
-            f"trying again, {n} of 9" for n in range(1, len(told) + 1)
+            "trying again for at most 300 s",
+            *(f"trying again, {n} of 9" for n in range(2, len(told) + 1)),
         ]
+        assert [record.levelno for record in records] == [logging.WARNING] + [logging.INFO] * (len(records) - 1)
         assert all(f"Service Unavailable ({scene.path})" in line for line in told), told
         assert len(told) == len(waits)
         assert timer() >= 4

@@ -153,6 +153,24 @@ class TestRetries:
             storage_for("gs://bucket/run", nobody).exists("gs://bucket/run/a.ckpt")
         assert "trying again" not in caplog.text
 
+    def test_all_that_follows_a_long_outage_is_tried_once(self) -> None:
+        retries = Retries(patience=0.0)
+        for _ in range(2):
+            request = Request(*[client_error(503, "SlowDown") for _ in range(20)])
+            with pytest.raises(StorageError):
+                retries.call(request, described)
+            assert request.calls == 1
+            assert retries.has_given_up
+        assert retries.call(Request(), described) == "done"
+        assert not retries.has_given_up
+
+    def test_a_client_that_repeats_by_itself_fails_as_long_as_it_takes(self) -> None:
+        retries = Retries(patience=0.0)
+        for text, is_outage in (("403 Forbidden", False), ("after 9 retries, max_retries: 9", True)):
+            with pytest.raises(StorageError):
+                retries.call(Request(RuntimeError(text)), described)
+            assert retries.has_given_up is is_outage
+
     def test_who_waits_learns_that_a_store_has_never_answered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         silent, is_told = [], threading.Event()
 
