@@ -35,7 +35,7 @@ _WRITING = {
     "backoff": {
         "init_backoff": datetime.timedelta(seconds=0.2),
         "max_backoff": datetime.timedelta(seconds=30),
-        "base": 2,
+        "base": 4,  # a pause is a random one up to so many times the last: below 2.8, they rather shrink
     },
 }
 

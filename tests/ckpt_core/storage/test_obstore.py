@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import math
 import os
 import threading
 import tracemalloc
@@ -32,6 +33,11 @@ ServerOf = Callable[[str], Server]
 CONTENT = os.urandom(11 * 2**20)  # three parts of the smallest size that S3 takes
 
 pytest.importorskip("obstore")
+
+
+def test_pauses_between_attempts_to_write_grow() -> None:
+    # A pause is chosen between the first one and so many times the last: the mean of the logarithm grows by log(base)-1.
+    assert math.log(obstore_client._WRITING["backoff"]["base"]) > 1
 
 
 @pytest.fixture(autouse=True)
