@@ -42,6 +42,7 @@ class ReliableCheckpointIO(CheckpointIOBase):
     def __init__(self, options: CheckpointerOptions) -> None:
         self.options, self.storage_options, self.tiers = options, options.storage_options, options.tiers
         self.outcomes, self.summary = SaveOutcomes(), RunSummary()
+        self.names_in_use: set[str] = set()  # of checkpoints on a store, which a fit asks when it begins, and no save
         self._settings = options.settings(self.outcomes, self.summary)
 
     @abstractmethod

@@ -318,9 +318,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             else:
                 _warn_again(each)
         if stage == "fit" and not trainer.fast_dev_run and (self.save_top_k or self.save_last):
-            is_first, directory = trainer.is_global_zero, os.fspath(self.dirpath or "")
-            refuse = self._lookup.catalog(directory).refuse_unwritable if is_first and directory else _nothing
-            raise_on_all_ranks(refuse, world_size=trainer.world_size)
+            is_first = trainer.is_global_zero and bool(self.dirpath)
+            raise_on_all_ranks(self._look_at_directory if is_first else _nothing, world_size=trainer.world_size)
         if self._auto is not None and stage == "fit":
             self._auto.begin(trainer)
         if stage != "fit":
@@ -341,6 +340,14 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._report = RunReport(trainer, log_metrics=self.log_metrics)
         if self.exact and stage == "fit" and trainer.lightning_module is not None:  # which a test may leave out
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
+
+    def _look_at_directory(self) -> None:
+        """Refuse a directory in which no checkpoint could be saved, and learn which names are in use on a store."""
+        directory = os.fspath(self.dirpath or "")
+        catalog = self._lookup.catalog(directory)
+        catalog.refuse_unwritable()
+        if self._plugin is not None and is_remote(directory):
+            self._plugin.names_in_use.update(catalog.paths())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._recording is not None:
@@ -558,6 +565,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, _PLUGINS) and is_remote(filepath) and self._lookup.tiers is None:
+            # Training would wait for a store that is down.
+            has_failed = plugin.outcomes.has_failed(plugin.checkpointer.known_as(filepath))
+            return bool(trainer.strategy.broadcast(filepath in plugin.names_in_use and not has_failed))
         under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
         if self._lookup.tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
             under_way = plugin.checkpointer.is_taken(filepath)  # also by an upload whose local copy is gone
@@ -604,6 +615,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _save_or_copy(self, trainer: Any, filepath: str) -> None:
         source, plugin = self._copy_of, trainer.strategy.checkpoint_io
+        if isinstance(plugin, _PLUGINS):
+            plugin.names_in_use.add(filepath)
         if source is None or source == filepath or not isinstance(plugin, _PLUGINS):
             self._save_and_record(trainer, filepath)
             self._saved_by_this_trigger = filepath
@@ -719,6 +732,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             return  # a plugin of ours looks for itself
         if self._retention is not None:
             self._retention.forget(filepath)
+        if self._plugin is not None:
+            self._plugin.names_in_use.discard(filepath)
         super()._remove_checkpoint(trainer, filepath)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch
 from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, CheckpointNotFoundError, StorageError
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.conftest import LIGHTNING, ScriptRunner
-from tests.lightning_ckpt.reliable_cases import BATCHES, model_of, trainer_of
+from tests.lightning_ckpt.reliable_cases import BATCHES, Callback, model_of, trainer_of
+from tests.support.fault_proxy import HttpFault, start_proxy
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
 from tests.support.stores import storage_at
@@ -140,6 +141,24 @@ def test_a_name_that_is_taken_gets_a_version(bucket: Bucket, tmp_path: Path) -> 
     for _ in range(2):
         fit(bucket, tmp_path, max_steps=1, filename="model")
     assert names_in(bucket) == ["model-v1.ckpt", "model.ckpt"]
+
+
+def test_a_run_that_only_warns_reaches_its_end_without_the_store(bucket: Bucket, tmp_path: Path) -> None:
+    class GoesDown(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                plugin.checkpointer.drain()
+                proxy.plan(HttpFault("503", 1, for_good=True))
+
+    with start_proxy(bucket[1]["endpoint_url"]) as proxy:
+        options = {**bucket[1], "endpoint_url": proxy.endpoint, "retry_config": {"max_retries": 0}}
+        plugin = AsyncCheckpointIO(storage_options=options, on_error="warn")
+        callback = ResumableCheckpoint(bucket[0], filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = trainer_of(tmp_path, [callback, GoesDown()], plugins=[plugin], max_epochs=1)
+        trainer.fit(model_of())
+    assert trainer.global_step == BATCHES
+    assert plugin.checkpointer.failures == BATCHES - 2
+    assert names_in(bucket) == ["step=1.ckpt", "step=2.ckpt"]
 
 
 def test_best_in_the_same_process(bucket: Bucket, tmp_path: Path) -> None:
