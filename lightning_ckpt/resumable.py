@@ -48,6 +48,7 @@ from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, 
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._preemption import watch_boundaries
+from lightning_ckpt._private.boundaries import NO_EXCEPTIONS, forks_or_spawns
 from lightning_ckpt._private.guard import check_callback
 from lightning_ckpt._private.hooks import before_launches, before_look_ups, without_a_path
 from lightning_ckpt._private.loops import checkpoint_directory, resume_from, tell_of_checkpoint
@@ -638,6 +639,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        if self.save_on_exception and trainer.is_global_zero and forks_or_spawns(trainer.strategy):
+            warnings.warn(f"save_on_exception will save nothing: {NO_EXCEPTIONS}", stacklevel=2)
         not_empty, self._not_empty = self._not_empty, None
         if not_empty is not None and trainer.ckpt_path is None:
             _warn_again(not_empty)

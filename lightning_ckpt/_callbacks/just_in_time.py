@@ -12,7 +12,7 @@ from ckpt_core.paths import is_remote
 from ckpt_core.state.kinds import join_ranks
 from ckpt_core.survivors import NO_PLACE, BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
 from lightning_ckpt._exact.state import ExactState
-from lightning_ckpt._private.boundaries import forks_or_spawns
+from lightning_ckpt._private.boundaries import NO_EXCEPTIONS, forks_or_spawns
 from lightning_ckpt._private.loops import model_averaging, whole_checkpoint
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
@@ -45,7 +45,7 @@ class JustInTime:
         """Return why nothing can be saved when a rank of this Trainer dies, in words; None if it can."""
         strategy = trainer.strategy
         if forks_or_spawns(strategy):
-            return "ranks that Lightning forks or spawns tell no callback of an exception (use ddp, or torchrun)"
+            return NO_EXCEPTIONS
         averager, hook_state = model_averaging(strategy)
         if averager is not None or hook_state:
             return "with a state in the communication hook of DDP, each rank has weights or errors of its own"

@@ -144,6 +144,9 @@ class TrainerBoundaries:
         raise importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException(status)
 
 
+NO_EXCEPTIONS = "ranks that Lightning forks or spawns tell no callback of an exception (use ddp, or torchrun)"
+
+
 def forks_or_spawns(strategy: Any) -> bool:
     """Return whether Lightning starts the ranks within its own call: it tells none of their callbacks of an exception.
 
