@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from ckpt_core.preemption import EXIT_NOTICE, exit_status
 
 TOOL = Path(__file__).parents[1] / "tools" / "run_docs.py"
 
@@ -87,3 +91,11 @@ def test_a_page_that_is_not_there(tmp_path: Path) -> None:
     )
     assert "none.md" in done.stderr
     assert done.returncode == 1
+
+
+def test_exit_codes_of_a_kubernetes_job_are_in_order() -> None:
+    page = (TOOL.parents[1] / "docs" / "unattended.md").read_text(encoding="utf-8")
+    job = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "kind: Job" in block)
+    rules = yaml.safe_load(job)["spec"]["podFailurePolicy"]["rules"]
+    (codes,) = (rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule)
+    assert codes == sorted({exit_status(["SIGTERM"]), EXIT_NOTICE}), "Kubernetes refuses any other order"
