@@ -171,6 +171,11 @@ class CheckpointerBase:
         """Return whether a save of ``path`` is pending."""
         return self.known_as(path) in self.pending
 
+    def has_failed(self, path: StrPath) -> bool:
+        """Return whether the last save of ``path``, or copy to it, has failed, whatever ``on_error`` says of it."""
+        target = self.known_as(path)
+        return self._pipeline.has_failed(target) and target not in self.pending
+
     def wait_when_touched(self, path: StrPath) -> None:
         """Make whoever accesses a local ``path`` in this process wait for its pending save or removal."""
         target = self.known_as(path)

@@ -41,7 +41,7 @@ class Observers:
         self._checkpointer: Any = None
         if not isinstance(plugin, ReliableCheckpointIO) or plugin.checkpointer.strategy != "async":
             return
-        self._checkpointer, self._outcomes = plugin.checkpointer, plugin.outcomes
+        self._checkpointer = plugin.checkpointer
         observers = [logger for logger in trainer.loggers if _observes(logger)] if trainer.is_global_zero else []
         for logger in observers:
             self._undo.append(wrap(logger, "after_save_checkpoint", self._later))
@@ -84,7 +84,7 @@ class Observers:
         """Tell loggers of the checkpoints that are durable by now; never of those whose save has failed."""
         while self._untold and not self._is_pending(self._untold[0]):
             first = self._untold.pop(0)
-            if not first.path or not self._outcomes.has_failed(self._checkpointer.known_as(first.path)):
+            if not first.path or not self._checkpointer.has_failed(first.path):
                 first.call()
 
     def tell_all(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt_core.events import Event, RunSummary, SaveFailed, SaveStarted
+from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
 from ckpt_core.tiers import MemoryTier
@@ -16,34 +16,17 @@ from lightning_ckpt._bases import CheckpointIOBase
 awaited_paths.own_packages.add("lightning_ckpt")
 
 
-class SaveOutcomes:
-    """A listener that knows whether the last save of a checkpoint has failed."""
-
-    def __init__(self) -> None:
-        self._failed: set[str] = set()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, SaveStarted):
-            self._failed.discard(event.path)
-        elif isinstance(event, SaveFailed):
-            self._failed.add(event.path)
-
-    def has_failed(self, path: str) -> bool:
-        """Return whether the last save of ``path``, as the checkpointer knows it, has failed."""
-        return path in self._failed
-
-
 class ReliableCheckpointIO(CheckpointIOBase):
-    """A plugin of ours: ``outcomes`` hears of all its saves, and ``summary`` adds up what they cost."""
+    """A plugin of ours: ``summary`` adds up what its saves cost."""
 
     memory: Any = None  # what keeps snapshots in memory during a fit; None if nothing does
     saves_together = False  # whether all ranks save together
 
     def __init__(self, options: CheckpointerOptions) -> None:
         self.options, self.storage_options, self.tiers = options, options.storage_options, options.tiers
-        self.outcomes, self.summary = SaveOutcomes(), RunSummary()
+        self.summary = RunSummary()
         self.names_in_use: set[str] = set()  # of checkpoints on a store, which a fit asks when it begins, and no save
-        self._settings = options.settings(self.outcomes, self.summary)
+        self._settings = options.settings(self.summary)
 
     @abstractmethod
     def checkpointer_in_memory(self, tier: MemoryTier) -> Checkpointer | DirectoryCheckpointer:

@@ -568,8 +568,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS) and is_remote(filepath) and self._lookup.tiers is None:
             # Training would wait for a store that is down.
-            has_failed = plugin.outcomes.has_failed(plugin.checkpointer.known_as(filepath))
-            return bool(trainer.strategy.broadcast(filepath in plugin.names_in_use and not has_failed))
+            is_taken = filepath in plugin.names_in_use and not plugin.checkpointer.has_failed(filepath)
+            return bool(trainer.strategy.broadcast(is_taken))
         under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
         if self._lookup.tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
             under_way = plugin.checkpointer.is_taken(filepath)  # also by an upload whose local copy is gone
@@ -806,6 +806,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._wait_until_durable(trainer)
         except (CheckpointError, OSError) as error:  # the latter of Lightning's own plugin
             logger.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
+            return
+        has_failed = self._plugin is not None and self._plugin.checkpointer.has_failed(path)
+        if trainer.strategy.broadcast(has_failed):  # with on_error="warn", which has logged why
+            logger.error(NOT_SAVED)
             return
         self._is_ending = True
         self._remove_on_rank_0(trainer, lambda: self._older(trainer, _PREEMPTED, path))

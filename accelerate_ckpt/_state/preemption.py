@@ -86,18 +86,21 @@ class PreemptionWatch:
         status = self.due(session) if self.asks_itself else None
         if status is None:
             return
+        has_failed = True
         try:
             path = session.accelerator.save_state(target_of_run(session))
             with failures_of_trackers_logged():
                 session.tell_trackers()
             session.finish()
+            has_failed = session.checkpointer.has_failed(path)
+            if has_failed:  # with on_error="warn", which has logged why
+                log.error(NOT_SAVED)
+            elif session.rank == 0:
+                log.warning("saved %s", path)
         except (CheckpointError, OSError) as error:  # the latter of a file that a hook of the script writes
             log.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
-            if session.memory is not None:
-                session.memory.leave()
-        else:
-            if session.rank == 0:
-                log.warning("saved %s", path)
+        if has_failed and session.memory is not None:
+            session.memory.leave()
         session.ended_as_told()
         raise SystemExit(status)
 

@@ -305,6 +305,8 @@ class ResumableCallback(TrainerCallback):
     def _end(self, status: int, failure: Exception | None = None) -> NoReturn:
         if failure is not None:
             log.error("%s: %s", NOT_SAVED, failure)
+        elif self._session.checkpointer.has_failed(self._path_of_step(self._trainer.state.global_step)):
+            log.error(NOT_SAVED)  # with on_error="warn", which has logged why
         self._session.ended_as_told()
         raise SystemExit(status)
 

@@ -132,9 +132,14 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
+            self._failed.add(path)
             with self._inside():
                 notify(self._listeners, SaveFailed(path=path, error=str(error)))
             raise
+
+    def has_failed(self, path: str) -> bool:
+        """Return whether the last save of ``path``, or copy to it, has failed, if it has ended."""
+        return path in self._failed
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

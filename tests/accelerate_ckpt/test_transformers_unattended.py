@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="the optional extra is
 from accelerate_ckpt._state.session import close_sessions  # noqa: E402
 from accelerate_ckpt.integrations.transformers import ResumableCallback  # noqa: E402
 from ckpt_core.preemption import NOT_SAVED  # noqa: E402
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage  # noqa: E402
 from tests.accelerate_ckpt.test_transformers import (  # noqa: E402
     STEPS_PER_EPOCH,
     assert_same,
@@ -111,6 +113,19 @@ def test_a_run_whose_last_save_fails_ends_as_it_was_told(
     assert saved(small_filesystem / "run") == ["checkpoint-2"]
     (said,) = [record.getMessage() for record in caplog.records if NOT_SAVED in record.getMessage()]
     assert "No space left on device" in said
+
+
+def test_a_run_that_only_warns_says_that_its_last_save_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_for(tmp_path / "run", callback=False, save_steps=100)
+    callback = ResumableCallback(trainer, "async", on_error="warn", preempt="SIGUSR2")
+    broken = Fault("write_at", None, error=OSError(errno.EIO, "Input/output error"))
+    callback._session.checkpointer._storage = FaultyStorage(LocalStorage(), [broken])
+    trainer.add_callback(Sends(2, signal.SIGUSR2))
+    with pytest.raises(SystemExit) as end:
+        trainer.train()
+    assert end.value.code == 128 + signal.SIGUSR2
+    assert [record.getMessage() for record in caplog.records].count(NOT_SAVED) == 1
+    assert "Input/output error" in caplog.text
 
 
 LOSS = """

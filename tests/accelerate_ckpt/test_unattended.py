@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 
+from accelerate_ckpt import attach
 from accelerate_ckpt.config import CheckpointConfig, OptionError
+from ckpt_core.preemption import NOT_SAVED
 from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import RankResult, Ranks
+from tests.support.filling import fill
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
 from tests.support.stores import storage_at
@@ -129,6 +134,25 @@ def test_automatic_names_below_a_file_are_told_before_training_and_not_before_an
         assert "Not a directory" in result.message
         assert result.told == {"is_ready": True}
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_run_whose_last_save_fails_says_so(
+    small_filesystem: Path, caplog: pytest.LogCaptureFixture, on_error: str
+) -> None:
+    options = {"strategy": "async", "on_error": on_error, "preempt": "SIGUSR2"}
+    accelerator = attach(Accelerator(cpu=True, project_dir=str(small_filesystem / "run")), **options)
+    data = torch.utils.data.DataLoader(torch.zeros(2, 1000))
+    model, data = accelerator.prepare(torch.nn.Linear(1000, 100), data)
+    with pytest.raises(SystemExit) as end:
+        for batch in data:
+            accelerator.backward(model(batch).sum())
+            fill(small_filesystem)
+            signal.raise_signal(signal.SIGUSR2)
+    assert end.value.code == 128 + signal.SIGUSR2
+    (said,) = [record.getMessage() for record in caplog.records if NOT_SAVED in record.getMessage()]
+    assert ("No space left on device" in said) is (on_error == "raise")
+    assert not any(record.getMessage().startswith("saved ") for record in caplog.records)
 
 
 @pytest.mark.parametrize("options", [{"preempt": True}, {"interval": "auto"}, {"just_in_time": True}, {}], ids=str)

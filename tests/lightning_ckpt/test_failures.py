@@ -294,8 +294,9 @@ def test_an_exception_of_the_user_is_not_hidden_by_a_failing_sync_save_on_except
     assert "bytes needed" in caplog.text
 
 
-def test_a_run_without_our_plugin_ends_as_told_on_a_full_disk(
-    small_filesystem: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_run_ends_as_told_on_a_full_disk(
+    small_filesystem: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_ours: bool
 ) -> None:
     class TellsToEnd(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -303,7 +304,9 @@ def test_a_run_without_our_plugin_ends_as_told_on_a_full_disk(
                 os.kill(os.getpid(), signal.SIGTERM)
 
     callback = each_second_step(small_filesystem / "saved")
-    trainer = trainer_of(tmp_path, [callback, TellsToEnd(), FillsDisk(small_filesystem, full_at=3)])
+    callbacks = [callback, TellsToEnd(), FillsDisk(small_filesystem, full_at=3)]
+    plugins = [AsyncCheckpointIO(on_error="warn")] if is_ours else []
+    trainer = trainer_of(tmp_path, callbacks, plugins=plugins)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(model_of())
     assert ended.value.code == 143
