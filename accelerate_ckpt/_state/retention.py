@@ -14,7 +14,7 @@ from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog
 from ckpt_core.checkpointer import full_path
 from ckpt_core.directory import DirectoryCheckpointer
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, StorageError
 from ckpt_core.paths import is_remote
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 
@@ -31,7 +31,11 @@ def remove_unwanted(session: Any, target: str) -> None:
     known_as = session.checkpointer.known_as
     session.passed_over.discard(known_as(target))  # saved again
     pending = [*session.checkpointer.pending, target]
-    gone = _beyond_total_limit(session, pending) if session.limit is None else session.limit(pending)
+    try:
+        gone = _beyond_total_limit(session, pending) if session.limit is None else session.limit(pending)
+    except StorageError as error:
+        log.warning("nothing is deleted after this save: %s", error)
+        return
     if session.retention is not None and session.retention.covers(target):
         given_up = session.retention.surplus(target, pending, session.protected, session.passed_over)
         by_rule = given_up if gone is None else set(map(known_as, gone))

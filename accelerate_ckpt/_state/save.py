@@ -34,7 +34,7 @@ from accelerate_ckpt._state.session import Session
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import AddedFiles, Part
-from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
+from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.ranks import names_of
 from ckpt_core.small_states import wait_if_small
@@ -116,8 +116,13 @@ def _agree(session: Session, target: str) -> AgreedSave:
                 return None
             return FileExistsError(f"{path} is a file, and a checkpoint is a directory: give another path")
         wait_for_saves(session.checkpointer.known_as(path))  # of another Accelerator, which counts for itself
-        if not os.path.exists(path) and not session.checkpointer.is_taken(path):
-            return None
+        try:
+            if not os.path.exists(path) and not session.checkpointer.is_taken(path):
+                return None
+        except StorageError:
+            if session.config.on_error == "raise":
+                raise
+            return None  # the save itself fails, if the store is still down
         return ValueError(
             f"Checkpoint directory {path} ({accelerator.save_iteration}) already exists. Please manually override "
             "`self.save_iteration` with what iteration to start with."

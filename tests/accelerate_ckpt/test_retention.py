@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stamina
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
@@ -17,8 +18,14 @@ from accelerate_ckpt import attach
 from accelerate_ckpt._state.retention import Retention
 from accelerate_ckpt._state.session import session_of
 from accelerate_ckpt.config import CheckpointConfig, OptionError
+from ckpt_core import Catalog
 from ckpt_core.cli import main
 from ckpt_core.policies import AnyOf, KeepAtSteps, KeepBest, KeepEverySteps, KeepEveryTime, KeepLatest
+from tests.support.fault_proxy import HttpFault, start_proxy
+from tests.support.server_fixtures import server_of, servers
+from tests.support.servers import Server
+
+__all__ = ["server_of", "servers"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -124,6 +131,32 @@ def test_a_neighbour_that_cannot_be_read_stays(tmp_path: Path, caplog: pytest.Lo
         second.step().save(tmp_path / f"step_{step}")
     assert names(tmp_path) == ["step_1", "step_3"]
     assert [record.message for record in caplog.records if "cannot be read" in record.message] != []
+
+
+def test_a_run_that_only_warns_goes_on_without_its_store(
+    server_of: Callable[[str], Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = server_of("moto")
+    stamina.set_testing(True, attempts=2, cap=True)
+    try:
+        with start_proxy(server.endpoint) as proxy:
+            options = {**server.options, "endpoint_url": proxy.endpoint, "retry_config": {"max_retries": 0}}
+            root = f"{server.new_bucket()}/run"
+            project = ProjectConfiguration(root, automatic_checkpoint_naming=True, total_limit=2)
+            accelerator = Accelerator(project_config=project)
+            attach(accelerator, "async", on_error="warn", storage_options=options)
+            accelerator.prepare(torch.nn.Linear(1000, 100))
+            for number in range(5):
+                if number == 3:
+                    session_of(accelerator).checkpointer.drain()
+                    proxy.plan(HttpFault("503", 1, for_good=True))
+                accelerator.save_state()
+            accelerator.end_training()
+    finally:
+        stamina.set_testing(False)
+    found = Catalog(f"{root}/checkpoints", suffix="", storage_options=dict(server.options)).paths()
+    assert sorted(map(os.path.basename, found)) == ["checkpoint_1", "checkpoint_2"]
+    assert caplog.text.count("nothing is deleted after this save") == 2
 
 
 def test_nothing_goes_when_its_successor_was_not_saved(small_filesystem: Path) -> None:
