@@ -353,7 +353,8 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     if session.recording is not None:
         state["recorder"] = session.recording.capture()
     if variables:
-        state["script"] = session.variables.capture(between=session.data.is_between)
+        in_body = any(one and one["trained"] and one["in_last_body"] for one in state["data"]["loaders"])
+        state["script"] = session.variables.capture(between=session.data.is_between, in_body=in_body)
     if session.world_size > 1 and not is_sharded(accelerator):
         # Each rank adds its own batch to what rank 0 had at the start of the step, and inside an accumulation window
         # nobody takes over rank 0's.

@@ -55,7 +55,7 @@ from ckpt_core.state.value_marks import (
     tensors_in,
     variables_of,
 )
-from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_live
+from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_live, is_surely_live
 
 logger = logging.getLogger(__name__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -95,6 +95,12 @@ class _Held(NamedTuple):
     @property
     def is_live(self) -> bool:
         return self.frame is None or self.is_elsewhere or is_live(self.path.partition(".")[0], self.frame)
+
+    def outlives_epoch(self, *, in_body: bool) -> bool:
+        """Whether the next epoch surely has it; ``in_body``, where the body of this one's last batch is under way."""
+        if self.frame is None or self.is_elsewhere:
+            return False
+        return is_surely_live(self.path, self.frame, ends=in_body)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -199,11 +205,12 @@ class Variables:
             self._saved = {**self._saved, "values": {k: v for k, v in self._saved["values"].items() if k not in names}}
 
     @_harmless
-    def capture(self, *, between: bool = False, ends: bool = False) -> dict[str, Any]:
+    def capture(self, *, between: bool = False, in_body: bool = False, ends: bool = False) -> dict[str, Any]:
         """Return what has changed since training began, and is not made anew.
 
         Args:
             between: Whether the run continues with another epoch.
+            in_body: Whether the script is still in the body of the last batch before that.
             ends: Whether it continues with the end of this one, so that no step makes anything anew before.
         """
         if not self._first:
@@ -218,6 +225,8 @@ class Variables:
             if first is not None and first != now.mark and now.is_live:
                 touched = self._of_pass.get(key) != now.mark
                 in_place = isinstance(now.value, CONTAINERS) and self._ids.get(key) == id(now.value)
+                if now.kind == PLACE:
+                    in_place = between and now.outlives_epoch(in_body=in_body)
                 noted[key] = [now.mark, first, now.kind, touched, in_place]
             elif first is None and now.is_live and (owner := self._began_without(key, found)):
                 noted.setdefault(owner, ["", self._first[owner], VALUE, True, True, []])
@@ -313,6 +322,8 @@ class Variables:
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
                 return False
+        if kind == PLACE and in_place:
+            return True
         # the load has restored it, and what comes between two epochs has set it back in both runs
         was_restored = self._saved["between"] and self._at_load.get(key) == noted[0]
         if was_restored and any(source.is_set_to_a_literal(name) for name in names if source):

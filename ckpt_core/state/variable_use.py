@@ -550,16 +550,35 @@ def is_live(name: str, frame: types.FrameType) -> bool:
     return _is_live(name, frame.f_code, frame.f_lasti)
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_live(name: str, code: types.CodeType, last: int) -> bool:
+def is_surely_live(name: str, frame: types.FrameType, *, ends: bool) -> bool:
+    """Return what :func:`is_live` does, but not of what other functions may write.
+
+    With ``ends``, the ``for`` that is under way has no item any more, and the one around it begins with its next.
+    Nothing is sure where there are not two.
+    """
+    return not _is_shared(name, frame.f_code) and _is_live(name, frame.f_code, frame.f_lasti, ends=ends)
+
+
+def _is_shared(name: str, code: types.CodeType) -> bool:
+    """Whether other functions may read and write a variable."""
     if name in code.co_cellvars or name in code.co_freevars:
-        return True  # other functions may read it
-    if code.co_name == "<module>" and any(name in inner.co_names for inner in codes_in(code) if inner is not code):
+        return True
+    return code.co_name == "<module>" and any(name in one.co_names for one in codes_in(code) if one is not code)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_live(name: str, code: types.CodeType, last: int, *, ends: bool = False) -> bool:
+    if _is_shared(name, code):
         return True
     steps = _steps(code)
     # it may point behind the instruction, into its cache
-    here = steps[max(offset for offset in steps if offset <= last)]
-    ahead = here.then[-1:] if here.is_loop else list(here.then)
+    last = max(offset for offset in steps if offset <= last)
+    here = steps[last]
+    if ends:
+        around = [step for offset, step in steps.items() if step.is_loop and offset <= last < step.then[0]]
+        ahead = around[-2].then[-1:] if len(around) > 1 else []
+    else:
+        ahead = here.then[-1:] if here.is_loop else list(here.then)
     seen: set[int] = set()
     while ahead:
         offset = ahead.pop()

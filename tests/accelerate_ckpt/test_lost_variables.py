@@ -351,6 +351,28 @@ def has_iterators(of: Training) -> None:
         of.set_rate(next(planned) + next(stages))
 
 
+def has_iterators_at_the_end_of_the_first_epoch(of: Training) -> None:
+    kept, before = itertools.count(), itertools.count()
+    of.resume()
+    for _ in range(2):
+        anew = itertools.count()
+        for number, batch in enumerate(of.loader):
+            of.step(batch + next(kept) + next(anew) + next(before))
+            if number == 2:
+                of.save("last")
+        before = anew
+        trains_with_an_iterator_of_its_own(of)
+        of.save("end")
+
+
+def trains_with_an_iterator_of_its_own(of: Training) -> None:
+    own = itertools.count()
+    for number, batch in enumerate(of.loader):
+        of.step(batch + next(own))
+        if number == 2:
+            of.save("function")
+
+
 def has_the_last_ones(of: Training) -> None:
     memory = collections.deque[Any](maxlen=2)
     of.resume()
@@ -590,6 +612,9 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         (counts_globally, "middle", ["GLOBAL"]),
         (counts_in_a_closure, "middle", ["count"]),
         (has_iterators, "middle", ["second", "planned", "counted", "by_hand", "stages"]),
+        (has_iterators_at_the_end_of_the_first_epoch, "last", ["kept", "before"]),
+        (has_iterators_at_the_end_of_the_first_epoch, "function", ["kept", "before"]),
+        (has_iterators_at_the_end_of_the_first_epoch, "end", ["kept", "before"]),
         (has_the_last_ones, "middle", ["memory"]),
         (has_slots, "middle", ["slots.best"]),
         (averages_what_was_loaded, "middle", ["average.shadow"]),
