@@ -221,6 +221,8 @@ class LoaderPosition:
         self._begun_generators, self._first_rng = self._dataset_generators(), None
         first_rows = None
         if self._resumed is None:
+            if self.resumes_training:
+                self._run.take_rng()  # an epoch draws from them, before another loader continues in the middle of one
             iterator = self._begin(leave_out)
         else:
             self._rng_after = self._run.take_rng() or RngState.capture()

@@ -501,3 +501,23 @@ def test_launched_for_real(tmp_path: Path) -> None:
             assert found.keys() == set(cells)
             for verdicts in found.values():
                 assert len(verdicts) >= (1 if mode == "run" else 5) and set(verdicts.values()) == {""}
+
+
+def test_an_epoch_that_begins_before_another_loader_continues_keeps_what_it_has_drawn() -> None:
+    def train(run: Run, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+        second = run.accelerator.prepare(DataLoader(Numbered(40), batch_size=4, shuffle=True), None)[0]
+        kept, found, saved = iter(second), list[Any](), {}
+        assert run.positions is not None
+        if state is not None:
+            run.restore(state)
+        for _ in range(2 if state is not None else 3):
+            for number, batch in enumerate(run.loader, 1):
+                kept = iter(second) if (other := next(kept, None)) is None else kept
+                run.positions.uses.backward()
+                found.append([batch.tolist(), None if other is None else other.tolist(), float(torch.rand(()))])
+                if number == STEPS and not saved:
+                    saved = run.capture()
+        return found, saved
+
+    whole, saved = train(Run(), None)
+    assert train(Run(seed=2), saved)[0] == whole[STEPS:]
