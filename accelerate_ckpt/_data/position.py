@@ -177,9 +177,10 @@ class LoaderPosition:
                 number, batches = self._now_iterating(), begin()
             over = True
             if number == self._iteration_number:
-                self.habit.end()
+                self.habit.end(is_whole=self._opening is None and not self.was_cut)
                 self._run.ends(self)
-                self._opening = None
+                if not self.habit.idles:  # else what the script has not used may be taken back
+                    self._opening = None
         except GeneratorExit:  # perhaps because of an exception in the loop's body: the position is still known
             self._run.leaves()
             raise
@@ -366,6 +367,7 @@ class LoaderPosition:
             "draws_while_reading": inside and self._history.draws_while_reading,
             "habit": self.habit.longest,
             "ahead_of_training": self.habit.ahead,
+            "idles": self.habit.idles,
             "finished": 0 if inside else self._steps,
             "in_last_body": in_last_body,
             **(self._capture_inside() if inside else _NOTHING_INSIDE),
@@ -456,7 +458,7 @@ class LoaderPosition:
         self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
         self._steps, self._offered = int(state.get("finished", 0)), None
         self.is_restored, self.resumes_training = True, bool(state.get("trained"))
-        self.habit.carry(state.get("habit"), state.get("ahead_of_training", 0))
+        self.habit.carry(state.get("habit"), state.get("ahead_of_training", 0), idles=bool(state.get("idles")))
         self.loader.iteration = int(state["iteration"])
         understood = self._fits(state) or self._division.obstacle(state) is None
         if state["phase"] == INSIDE:
@@ -604,7 +606,7 @@ class LoaderPosition:
             steps, then = int(state.get("finished", 0)), Next.END
         elif self._resume is None and self._left is None:
             return None
-        if not habit or not steps:
+        if not habit or not steps or (then is Next.END and self.habit.idles):
             return None
         if habit == 1 and (not self._fits(state) or state["consumed"] != self._division.nothing):
             # the script's own count may be of batches that are divided in another way

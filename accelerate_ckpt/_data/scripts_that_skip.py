@@ -60,7 +60,9 @@ class Habit:
         self.ahead = 0  # how many more it takes before the first use in an iteration than before any later one
         self._first = self._later = 0  # how many it has taken for the first use in this iteration, and at most later
         self.trained = False  # whether a batch was used in this process
+        self.idles = False  # whether it has gone through a whole iteration and used nothing, as to count the batches
         self._uses = uses
+        self._begun = uses.count
         # The signs of training when a batch was handed out for the last time, None before the first
         self.last: int | None = None
         self._taken = 0
@@ -87,8 +89,9 @@ class Habit:
         """Whether the script uses every batch before it takes the next one, and has not used the last one yet."""
         return self.longest == 1 and self._taken == 1 and self._uses.count == self.last
 
-    def carry(self, longest: int | None, ahead: int) -> None:
+    def carry(self, longest: int | None, ahead: int, *, idles: bool) -> None:
         """Take over what an earlier process has found out."""
+        self.idles |= idles
         if longest is not None:
             self.longest, self.ahead = max(self.longest or 0, longest), ahead
 
@@ -96,11 +99,13 @@ class Habit:
         """Note that an iteration begins."""
         self.settle()
         self._first = self._later = 0
+        self._begun = self._uses.count
 
-    def end(self) -> None:
+    def end(self, *, is_whole: bool) -> None:
         """Note that an iteration is over: what is used from now on is of another loader."""
         self.settle()
         self._taken = 0
+        self.idles |= is_whole and self._uses.count == self._begun
 
 
 class Next(enum.Enum):

@@ -521,3 +521,26 @@ def test_an_epoch_that_begins_before_another_loader_continues_keeps_what_it_has_
 
     whole, saved = train(Run(), None)
     assert train(Run(seed=2), saved)[0] == whole[STEPS:]
+
+
+@pytest.mark.parametrize("place", [2, STEPS], ids=["middle", "last batch"])
+def test_a_pass_that_uses_nothing_before_each_epoch_does_not_count_as_skipping(place: int) -> None:
+    def train(run: Run, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+        found, saved = list[Any](), {}
+        assert run.positions is not None
+        if state is not None:
+            run.restore(state)
+        for _ in range(3):
+            assert sum(1 for _ in run.loader) == STEPS
+            for number, batch in enumerate(run.loader, 1):
+                run.positions.uses.backward()
+                found.append([batch.tolist(), float(torch.rand(()))])
+                if number == place:
+                    saved = saved or run.capture()
+        return found, saved
+
+    whole, saved = train(Run(), None)
+    rest = whole[place:]
+    resumed = Run(seed=2)
+    assert train(resumed, saved)[0][: len(rest)] == rest
+    assert resumed.warned == []
