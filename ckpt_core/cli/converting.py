@@ -181,15 +181,13 @@ def _holds_a_model(storage: Storage, path: str) -> bool:
 
 def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
     """Return the first name, with its dot, that all tensors of a model have in common; none if they have none."""
-    from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
-    from ckpt_core.interchange.model_files import model_in, part_of_model
+    from ckpt_core.interchange.model_files import model_in, tensors_of
     from ckpt_core.tree import tensors
 
     if is_directory_checkpoint(storage, path):
-        with DirectoryReader(path, storage) as checkpoint:
-            name = part or part_of_model(checkpoint.parts)
-            names = list(checkpoint.parts[name].tensors) if name in checkpoint.parts else []
+        with tensors_of(path, part, storage) as found:
+            names = list(found)
     else:
         names = [name for name, _ in tensors(model_in(peek(path, storage=storage), part))]
     first = {name.partition(".")[0] + "." if "." in name else "" for name in names}

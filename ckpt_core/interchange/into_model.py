@@ -21,7 +21,7 @@ from ckpt_core.interchange.converting import load_whole
 from ckpt_core.interchange.model_files import holds_model, model_in, part_of_model
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import indexed
-from ckpt_core.state.trainer_parts import is_of_trainer, rest_of
+from ckpt_core.state.trainer_parts import has_buffers_apart, rest_of
 from ckpt_core.storage import storage_for
 from ckpt_core.tree import tensors
 
@@ -235,7 +235,7 @@ class _Directory:
             name: torch.empty(info.shape, dtype=info.dtype, device="meta")
             for name, info in opened.parts[self._part].tensors.items()
         }
-        if part is None and is_of_trainer(opened):
+        if has_buffers_apart(opened, self._part):
             self._whole = dict(rest_of(opened)[1])
             self.model.update(self._whole)
         self.buffers = frozenset(self._whole)

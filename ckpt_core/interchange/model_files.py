@@ -41,6 +41,7 @@ from ckpt_core.interchange.flat_names import ROOT
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
 from ckpt_core.interchange.unconnected_save import Chunk, save_alone
 from ckpt_core.paths import StrPath
+from ckpt_core.state.trainer_parts import has_buffers_apart, rest_of
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 from ckpt_core.storage.base import MANIFEST_NAME
 
@@ -96,20 +97,21 @@ def export_model(
     """
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, not {max_shard_size}")
-    with _tensors_of(full_path(source), part, storage_options) as found, new_directory(target) as directory:
+    path = full_path(source)
+    with tensors_of(path, part, storage_for(path, storage_options)) as found, new_directory(target) as directory:
         tensors = {key.removeprefix(prefix): tensor for key, tensor in found.items() if key.startswith(prefix)}
         if not tensors:
             raise StateMismatchError(
                 f"no tensor's name begins with {prefix!r}; the first is {next(iter(found), None)!r}",
-                path=full_path(source),
+                path=path,
                 remedy="change part= or prefix= (--part, --prefix)",
             )
         return _write_model(tensors, directory, max_shard_size)
 
 
 @contextlib.contextmanager
-def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | None) -> Iterator[dict[str, _Tensor]]:
-    storage = storage_for(path, storage_options)
+def tensors_of(path: str, part: str | None, storage: Storage) -> Iterator[dict[str, _Tensor]]:
+    """Give the tensors of a model in a checkpoint by their names; none is read before it is asked for."""
     if not loading.is_directory_checkpoint(storage, path):
         yield _tensors_of_file(path, part, storage)
         return
@@ -121,7 +123,10 @@ def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | N
         batches = TensorBatches(checkpoint, name, 0, [wanted[index] for index in file_order(infos)])
         loads = [functools.partial(batches.load, where) for where, _ in wanted]
         keys = [key_of(where) for where, _ in wanted]
-        yield {key: _Tensor(info, load) for key, info, load in zip(keys, infos, loads, strict=True)}
+        found = {key: _Tensor(info, load) for key, info, load in zip(keys, infos, loads, strict=True)}
+        if has_buffers_apart(checkpoint, name):
+            found |= _in_memory(rest_of(checkpoint)[1])
+        yield found
 
 
 def _tensors_of_file(path: str, part: str | None, storage: Storage) -> dict[str, _Tensor]:
@@ -141,9 +146,13 @@ def _tensors_of_file(path: str, part: str | None, storage: Storage) -> dict[str,
             key=part,
             remedy="say with part= (--part) where the model is",
         )
+    return _in_memory(model)
+
+
+def _in_memory(state: Any) -> dict[str, _Tensor]:
     return {
         key_of(where): _Tensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), given(tensor))
-        for where, tensor in tensor_paths(model, torch.Tensor)
+        for where, tensor in tensor_paths(state, torch.Tensor)
     }
 
 

@@ -82,6 +82,11 @@ def is_of_trainer(opened: Any) -> bool:
     return {_MODEL, _REST, _GRADIENTS} <= set(opened.parts)
 
 
+def has_buffers_apart(opened: Any, part: str) -> bool:
+    """Return whether a part is the model of a Trainer, whose buffers are with the rest (:func:`rest_of`)."""
+    return part == _MODEL and is_of_trainer(opened)
+
+
 def whole(
     opened: Any, ranks: Iterable[int], *, map_location: Any | None = None, empty: Callable[..., Any] | None = None
 ) -> dict[str, Any]:

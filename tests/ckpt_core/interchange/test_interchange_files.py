@@ -56,6 +56,7 @@ from ckpt_core.interchange import (
     import_model,
 )
 from ckpt_core.interchange.dcp_extras import Exported
+from ckpt_core.state import trainer_parts
 from tests.conftest import ScriptRunner
 from tests.support.damage import flip_bit
 from tests.support.states import DTYPES, assert_same_state, tensor_of
@@ -493,6 +494,30 @@ def test_a_state_dict_alone_is_a_model_in_each_layout(tmp_path: Path) -> None:
         layer = torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 3)})
         assert load_into(tmp_path / name, layer).taken == tuple(state)
         assert torch.equal(layer["fc"].weight, state["fc.weight"])
+
+
+@pytest.mark.parametrize(("outside", "prefix"), [(False, "net."), (True, "")])
+def test_a_model_of_a_trainers_directory_has_its_buffers(
+    tmp_path: Path, outside: bool, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    buffers = {"net.1.mean": torch.randn(3), "net.1.batches": torch.tensor(4)}
+    buffers |= {"scale": torch.randn(2)} if outside else {}
+    model = {"net.0.weight": torch.randn(3, 4), **buffers}
+    parts = trainer_parts.parts_of({"state_dict": model, "epoch": 1}, rank=0, buffers=buffers)
+    path = save(tmp_path / "a", *parts)
+    for words in ([], ["--part", "model"]):
+        target = tmp_path / f"b{len(words)}"
+        assert main(["convert", str(path), str(target), "--to", "safetensors", *words]) == 0
+        found = safetensors.torch.load_file(target / "model.safetensors")
+        wanted = {name.removeprefix(prefix): value for name, value in model.items()}
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    net = torch.nn.Module()
+    net.register_buffer("mean", torch.zeros(3))
+    report = load_into(path, net, part="model", rename={"net.1.": ""}, partial=True)
+    assert report.taken == ("mean",) and torch.equal(net.mean, buffers["net.1.mean"])
+    assert (f"left {prefix!r} out" in capsys.readouterr().err) == bool(prefix)
 
 
 def test_types_that_safetensors_lacks_are_refused_by_name(tmp_path: Path) -> None:
