@@ -42,12 +42,14 @@ class Rehearsal:
     _begun = False
 
     def __init__(self, session: Any, plan: Plan) -> None:
-        self._session, self._plan = session, plan
+        self._session, self._plan, self.resume = session, plan, plan.resume
         # a resumed run must not save where the next one resumes from
         self._checkpoints = plan.checkpoints if plan.resume is None else os.path.join(plan.directory, "checkpoints")
         accelerator = session.accelerator
         self._notes = Notes(plan, accelerator.process_index)
         self._data: list[Any] = []
+        self.has_all_data = False  # whoever trains prepares another loader for each evaluation
+        self.window = 0  # batches of a step, where the Accelerator is not told
         self._pending: list[dict[str, Any]] = []
         self._used: list[dict[str, Any]] = []
         self._losses: list[Any] = []
@@ -76,7 +78,9 @@ class Rehearsal:
     # ---- what the script does ----------------------------------------------------------------------------------------
 
     def prepared(self, loader: Any) -> None:
-        """Note what a loader of the script's is made of."""
+        """Note what a loader of the script's is made of, unless it is prepared for one evaluation only."""
+        if self.has_all_data:
+            return
         parts = (getattr(loader, name, None) for name in _OF_LOADERS)
         self._data += [part for part in parts if part is not None and not any(part is other for other in self._data)]
 
@@ -134,7 +138,7 @@ class Rehearsal:
 
     def _steps_of(self, loader: Any) -> int:
         per_epoch = len(loader) if hasattr(loader, "__len__") else None
-        window = int(self._session.accelerator.gradient_accumulation_steps)
+        window = self.window or int(self._session.accelerator.gradient_accumulation_steps)
         return math.ceil((self._plan.batches(per_epoch, window) or window) / window)
 
     def target(self, output_dir: Any) -> str:

@@ -44,11 +44,13 @@ from typing import Any, NoReturn
 import transformers
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from accelerate_ckpt._attach import attach
 from accelerate_ckpt._private.trainers import trainer_being_made
+from accelerate_ckpt._rehearsing import Rehearsal
 from accelerate_ckpt._state.just_in_time import note_start, note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest_usable
 from accelerate_ckpt._state.naming import candidates
@@ -62,7 +64,6 @@ from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.preemption import NOT_SAVED
-from ckpt_core.rehearsal import Plan
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
@@ -221,6 +222,8 @@ class ResumableCallback(TrainerCallback):
         if trial is not None:
             raise OptionError("hyperparameter_search is not supported with ResumableCallback")
         _check_arguments(self._trainer)
+        if self._session.rehearsal is not None:
+            resume_from_checkpoint = self._begin_rehearsal(self._session.rehearsal)
         self._stay_where_it_began()
         if self._trainer.args.save_strategy != "no" or self._session.saves_by_itself:
             refuse_unwritable(self._session, self._trainer.args.output_dir)
@@ -256,6 +259,15 @@ class ResumableCallback(TrainerCallback):
         self._session.training_ended()
         self._session.report.close()
         return result
+
+    def _begin_rehearsal(self, rehearsal: Rehearsal) -> Any:
+        """Start no trackers, end before anybody's ``on_train_end``, and return what the rehearsal resumes from."""
+        handler = self._trainer.callback_handler
+        trackers = tuple(INTEGRATION_TO_CALLBACK.values())
+        handler.callbacks = [each for each in handler.callbacks if not isinstance(each, trackers)]
+        handler.on_train_end = lambda *_: rehearsal.leave_if_begun()
+        rehearsal.window = self._trainer.args.gradient_accumulation_steps
+        return rehearsal.resume or False
 
     def _end_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
@@ -319,6 +331,8 @@ class ResumableCallback(TrainerCallback):
         self._passes, self._stream, self._has_later_weights = 0, None, False
         if self._trainer is None:
             raise _unbound()
+        if self._session.rehearsal is not None:
+            self._session.rehearsal.has_all_data = True
         missing = [name for name in _NEEDED_DURING_TRAINING if not hasattr(self._trainer, name)]
         if missing:
             raise _not_as_known(f"a Trainer that trains has no {', '.join(missing)}")
@@ -386,8 +400,13 @@ class ResumableCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self._session.note_metrics(logs or {})
+        if self._session.rehearsal is not None:
+            speed = ("runtime", "per_second")  # other in each process
+            self._session.rehearsal.log({name: it for name, it in (logs or {}).items() if not name.endswith(speed)})
         if "train_runtime" not in (logs or {}):
             return
+        if self._session.rehearsal is not None:
+            self._session.rehearsal.leave_if_begun()  # before the Trainer deletes checkpoints
         # The last thing that is logged. What comes after it looks for the best checkpoint in the file system.
         self._finish()
         best = state.best_model_checkpoint
@@ -655,7 +674,6 @@ def _check_arguments(trainer: Any) -> None:
         f"an output_dir that is a URL: {args.output_dir}": "://" in str(args.output_dir),
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled,
-        "ckpt rehearse": Plan.of_environment() is not None,
     }
     for problem, is_there in problems.items():
         if is_there:

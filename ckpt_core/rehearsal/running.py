@@ -248,8 +248,8 @@ class _Comparison:
             raise CannotRehearseError(
                 f"the script cannot be rehearsed: without any interruption it left nothing to compare\n{whole.failure}",
                 remedy="it must run to its end without errors, and train with a Trainer that has "
-                "ResumableCheckpoint or one of our CheckpointIOs, or with an Accelerator that "
-                "accelerate_ckpt is attached to",
+                "ResumableCheckpoint, ResumableCallback or one of our CheckpointIOs, or with an Accelerator "
+                "that accelerate_ckpt is attached to",
             )
         if not whole.first["saved"]:
             raise CannotRehearseError(

@@ -12,6 +12,7 @@ from ckpt_core.rehearsal.plan import Plan
 from tests.conftest import ACCELERATE, ScriptRunner
 
 SCRIPT = Path(__file__).with_name("rehearsed_script.py")
+TRAINER = Path(__file__).with_name("rehearsed_trainer.py")
 
 
 @pytest.fixture
@@ -108,6 +109,39 @@ def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: s
     found = [(resumed.ranks, resumed.samples) for resumed in result.resumes]
     assert found == [(None, "-"), (2, at_two), (3, at_three)], result.text()
     assert result.is_exact == (case in ("exact", "stream")), result.text()
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("case", "steps", "points"),
+    [
+        # two epochs of 12 steps and a little more, of which the script saves each seventh
+        ("exact", 26, [("save_state", 7), ("save_state", 14), ("save_state", 21)]),
+        ("accumulates", 14, [("save_state", 7)]),
+        ("saves nothing", 26, [("middle", 13)]),
+        ("short", 12, [("save_state", 7)]),
+    ],
+)
+def test_the_trainer_of_transformers_is_resumed_without_being_told(
+    tmp_path: Path, case: str, steps: int, points: list[tuple[str, int]]
+) -> None:
+    pytest.importorskip("transformers")
+    result = rehearse([sys.executable, str(TRAINER), case])
+    assert result.is_exact, result.text()
+    assert result.steps == steps
+    assert [(resumed.point, resumed.place) for resumed in result.resumes] == [(p, f"step {n}") for p, n in points]
+    assert {"data", "weights", "optimizers", "generators", "logged", "objects"} <= set(result.subjects)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"], "an empty directory, which the Trainer makes"
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_defect_under_the_trainer_of_transformers_is_named() -> None:
+    pytest.importorskip("transformers")
+    result = rehearse([sys.executable, str(TRAINER), "anneals"], at=(6,), steps=9)
+    assert not result.is_exact
+    text = result.text()
+    assert f"first difference: step 7\n  {SUBJECTS['loss']}:\n" in text, text
+    assert "Network.factor" in text and "Network (" in text
 
 
 @pytest.mark.usefixtures("forked")

@@ -41,7 +41,6 @@ from accelerate_ckpt.integrations.transformers import (  # noqa: E402
     missing_internals,
 )
 from ckpt_core import small_states  # noqa: E402
-from ckpt_core.rehearsal import Plan  # noqa: E402
 from tests.support.damage import flip_bit  # noqa: E402
 
 STEPS_PER_EPOCH = 8
@@ -530,14 +529,6 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, arguments: dict[str, A
     with pytest.raises(OptionError, match=named):
         ResumableCallback(trainer)
     assert not any(isinstance(item, ResumableCallback) for item in trainer.callback_handler.callbacks)
-
-
-def test_a_rehearsal_is_refused_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(str(tmp_path), str(tmp_path), str(tmp_path))
-    for name, value in plan.variables().items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(OptionError, match="not supported with ResumableCallback: ckpt rehearse"):
-        trainer_for(tmp_path)
 
 
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
