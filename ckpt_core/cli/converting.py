@@ -190,6 +190,8 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
             names = list(found)
     else:
         names = [name for name, _ in tensors(model_in(peek(path, storage=storage), part))]
+    if all(name.startswith("base_model.model.") for name in names):
+        return ""  # adapters, by whose whole names PEFT knows them
     first = {name.partition(".")[0] + "." if "." in name else "" for name in names}
     return first.pop() if len(first) == 1 else ""
 

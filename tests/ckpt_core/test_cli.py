@@ -705,6 +705,12 @@ def test_convert_finds_the_prefix_of_a_model_and_says_so(tmp_path: Path, capsys:
     assert set(safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")) == {"a", "b.c"}
     assert main([*words, str(tmp_path / "whole"), "--prefix", ""]) == 0
     assert set(safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")) == {"model.a", "model.b.c"}
+    adapters = {f"base_model.model.{name}.lora_A.weight": torch.ones(2) for name in "ab"}  # which PEFT saves
+    Checkpointer(strategy="sync").save({"model": adapters}, tmp_path / "adapters.ckpt")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "adapters.ckpt"), "--to", "safetensors", str(tmp_path / "of_peft")]) == 0
+    assert "out of the tensors' names" not in capsys.readouterr().err
+    assert set(safetensors.torch.load_file(tmp_path / "of_peft" / "model.safetensors")) == set(adapters)
 
 
 def test_parts_become_keys_of_a_file_and_keys_become_parts(directories: Path, tmp_path: Path) -> None:
