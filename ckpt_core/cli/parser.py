@@ -15,6 +15,7 @@ import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -80,6 +81,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Breaks lines of a description only where they are too long for the terminal, and between words."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = (textwrap.wrap(line, width, subsequent_indent="  ") or [""] for line in text.splitlines())
+        return "\n".join(part for line in lines for part in line)
+
+
 class Commands:
     """The verbs of the command."""
 
@@ -113,7 +122,7 @@ class Commands:
             description=help[0].upper() + help[1:] + ".",
             epilog=f"{epilog}\n\n".lstrip() + f"Example: ckpt {name} {example}\nExit codes: {codes}",
             parents=[_common()],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
         parser.set_defaults(run=run, verb=name)
         return parser

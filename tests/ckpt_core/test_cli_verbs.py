@@ -144,7 +144,10 @@ def keys_of(document: object) -> set[str]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_help_of_every_verb_has_an_example_that_can_be_said_and_its_exit_codes(verb: str, capsys: Capture) -> None:
+def test_the_help_of_every_verb_has_an_example_that_can_be_said_and_its_exit_codes(
+    verb: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     said = capsys.readouterr().out
@@ -154,6 +157,10 @@ def test_the_help_of_every_verb_has_an_example_that_can_be_said_and_its_exit_cod
         add(commands)
     commands.parser.parse_args(shlex.split(example)[2:])
     assert "\nExit codes: 0 " in said
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert max(map(len, said.split("storage-options JSON")[1].splitlines())) <= 120
 
 
