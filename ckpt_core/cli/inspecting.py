@@ -108,7 +108,7 @@ def _about_foreign(foreign: Foreign, found: Found) -> tuple[dict[str, Any], list
     size = found.size or sum(info.size for info in found.checkpoints)
     card = _card(foreign.what, "no digests", size)
     card["bytes_by_part"] = _bytes_by_key(foreign.state)
-    _say(card, {}, foreign.state if "model" in foreign.state else {"model": foreign.state})
+    _say(card, {}, {"model": foreign.model})
     return card, list(leaves(foreign.state))
 
 

@@ -15,7 +15,7 @@ from ckpt_core.interchange.dcp_extras import STRUCTURE
 from ckpt_core.interchange.dcp_files import entries_of_dcp, verify_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME, REST_NAME
 from ckpt_core.interchange.flat_names import entry_name
-from ckpt_core.interchange.model_files import holds_model, infos_of_model, refuse_unfinished
+from ckpt_core.interchange.model_files import MODEL_KEYS, holds_model, infos_of_model, refuse_unfinished
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
@@ -28,6 +28,7 @@ class Foreign:
 
     what: str  # which, in words: `"a Hugging Face model in 2 files"`
     state: dict[str, Any]  # what it holds, tensors without values
+    model: dict[str, Any]  # of that, the model; everything if none is known
     checked: str  # what `check` compares, in words
     check: Callable[[], None]  # reads it to its end; raises a `CheckpointError` if it is damaged
 
@@ -69,7 +70,7 @@ def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None)
         if path.endswith(".safetensors")
         else f"a Hugging Face model, {len(files)} file{'s' * (len(files) != 1)}"
     )
-    return Foreign(what, state, _HEADER, lambda: None)  # the headers have been compared
+    return Foreign(what, state, state, _HEADER, lambda: None)  # the headers have been compared
 
 
 def _accelerate(path: str, storage: Storage) -> Foreign:
@@ -102,7 +103,11 @@ def _accelerate(path: str, storage: Storage) -> Foreign:
             verify_dcp(part, storage)
 
     return Foreign(
-        "a checkpoint of stock Accelerate", state, f"CRC-32 of each record of torch's files; {_HEADER}", check
+        "a checkpoint of stock Accelerate",
+        state,
+        state.get("model", state),
+        f"CRC-32 of each record of torch's files; {_HEADER}",
+        check,
     )
 
 
@@ -113,6 +118,7 @@ def _dcp(path: str, storage: Storage) -> Foreign:
         for each in entries
     }
     is_ours = state.pop(STRUCTURE, None) is not None
+    names = [entry_name(each.path) for each in entries if each.path[0] in MODEL_KEYS]
     has_rest = storage.exists(f"{path}/{REST_NAME}")
 
     def check() -> None:
@@ -125,6 +131,7 @@ def _dcp(path: str, storage: Storage) -> Foreign:
     return Foreign(
         f"a checkpoint in DCP's format{whose}",
         state,
+        {name: state[name] for name in names} or state,
         "every entry is there, and CRC-32 of each record of torch's",
         check,
     )

@@ -51,7 +51,7 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTERS = "adapter_model.safetensors"  # PEFT's, of a model that is somewhere else
 _OURS = re.compile(r"rank-\d{5,}-of-\d{5,}.*\.digests")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
-_MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
+MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
 _SURROGATE = re.compile("[\ud800-\udfff]")  # which JSON can hold, and the readers of safetensors refuse
 _LARGEST_INDEX = 2**28  # bytes
 
@@ -162,7 +162,7 @@ def model_in(state: Any, part: str | None = None) -> Any:
         return None
     if part is not None:
         return state.get(part)
-    found = next((state[key] for key in _MODEL_KEYS if isinstance(state.get(key), Mapping)), None)
+    found = next((state[key] for key in MODEL_KEYS if isinstance(state.get(key), Mapping)), None)
     if found is None and any(isinstance(value, torch.Tensor) for value in state.values()):
         return state  # torch.save(model.state_dict(), path)
     return found
@@ -170,7 +170,7 @@ def model_in(state: Any, part: str | None = None) -> Any:
 
 def part_of_model(parts: Collection[str]) -> str:
     """Return which part of a directory checkpoint is the model, by its name."""
-    return next((name for name in ("model", *_MODEL_KEYS, ROOT) if name in parts), "model")
+    return next((name for name in ("model", *MODEL_KEYS, ROOT) if name in parts), "model")
 
 
 def _write_model(tensors: Mapping[str, _Tensor], directory: str, max_shard_size: int) -> list[str]:

@@ -197,6 +197,9 @@ def foreign(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     safetensors.torch.save_file(layers, tmp_path / "model" / "model.safetensors")
     dcp.save({"model": layers, "step": 3}, checkpoint_id=tmp_path / "dcp")
+    moments = {name: {"exp_avg": torch.ones(64, 64)} for name in list(layers)[:2]}
+    dcp.save({"state_dict": layers, "optimizer_0": {"state": moments}}, checkpoint_id=tmp_path / "lightning")
+    torch.save({"epoch": 1, "global_step": 3}, tmp_path / "lightning" / "meta.pt")
     (tmp_path / "accelerate").mkdir()
     safetensors.torch.save_file(layers, tmp_path / "accelerate" / "model.safetensors")
     torch.save({"state": {0: {"step": torch.ones(64, 64)}}}, tmp_path / "accelerate" / "optimizer.bin")
@@ -207,6 +210,7 @@ FOREIGN = {
     "model/model.safetensors": ("a safetensors file", "model/model.safetensors"),
     "model": ("a Hugging Face model, 1 file", "model/model.safetensors"),
     "dcp": ("a checkpoint in DCP's format", "dcp/__0_0.distcp"),
+    "lightning": ("a checkpoint in DCP's format, of Lightning", "lightning/__0_0.distcp"),
     "accelerate": ("a checkpoint of stock Accelerate", "accelerate/optimizer.bin"),
 }
 
