@@ -235,7 +235,13 @@ class Claim(abc.ABC):
 
 
 class Storage(abc.ABC):
-    """A place that keeps files. All paths are full paths or URLs of this storage."""
+    """A place that keeps files. All paths are full paths or URLs of this storage.
+
+    Attributes:
+        has_given_up: Whether it has failed for so long that no request is repeated.
+    """
+
+    has_given_up = False
 
     @abc.abstractmethod
     def create(self, path: str, expected_size: int) -> FileWriter:

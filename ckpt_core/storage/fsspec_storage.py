@@ -192,6 +192,10 @@ class FsspecStorage(Storage):
         if backend == "obstore":
             self.obstore.client_of(url)  # which raises if it cannot be used
 
+    @property
+    def has_given_up(self) -> bool:  # type: ignore[override]
+        return self._retries.has_given_up
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._options)
 

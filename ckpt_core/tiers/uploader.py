@@ -37,7 +37,7 @@ class Uploader:
         self, storage: TieredStorage, *, on_error: OnError = "raise", listeners: Sequence[Listener] = ()
     ) -> None:
         self.queue = JobQueue("ckpt-uploader", on_error=on_error, report=self._report)
-        self._tiers = storage.tiers
+        self._storage, self._tiers = storage, storage.tiers
         self._sender = Sender(storage)
         self._listeners = listeners
         self._lock = threading.RLock()  # a signal handler may save inside a save
@@ -94,13 +94,27 @@ class Uploader:
         self._submit(Job(local, act, "removal", is_pending=False, raises=False))
 
     def close(self) -> None:
-        """Wait for everything, and say so if that means to wait for uploads. It may be used again."""
+        """Wait for everything, and say so if that means to wait for uploads. It may be used again.
+
+        What a store that has failed for minutes does not take is left to the next run.
+        """
         if not self.queue.wait(timeout=_SECONDS_WITHOUT_A_WORD):
             names = ", ".join(map(os.path.basename, self.queue.pending))
             logger.warning("waiting for uploads to %s: %s", self._tiers.upload_to, names)
-        while self.queue.jobs():  # one may have found what is to be uploaded too
-            self.queue.wait()
+        while jobs := self.queue.jobs():  # one may have found what is to be uploaded too
+            if self._unsent and self._storage.remote.has_given_up:
+                self._leave_waiting()
+            self.queue.wait(jobs[0].path)
         self._sender.close()
+
+    def _leave_waiting(self) -> None:
+        with self._lock:
+            left = [job.path for job in self.queue.waiting() if job.is_pending]
+            self._unsent.update(dict.fromkeys(left))
+            self.queue.cancel()
+        if left:
+            names = ", ".join(map(os.path.basename, left))
+            logger.warning("not uploaded: the store has failed for minutes; the next run uploads %s", names)
 
     def _upload_of(self, path: str, *, raises: bool = True) -> Job:
         return Job(path, functools.partial(self._upload, path), "upload", raises=raises)

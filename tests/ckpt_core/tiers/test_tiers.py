@@ -321,6 +321,33 @@ def test_a_failure_while_closing_is_raised_by_it(setting: Setting) -> None:
     assert setting.names_here() == ["0"]
 
 
+def test_closing_leaves_what_a_store_that_is_down_for_long_does_not_take(
+    setting: Setting, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    begins = threading.Event()
+    first = Fault(writes_of("0"), number=None, until=begins, error=REFUSES)
+    setting.store(first, Fault(writes_of("1"), number=None, until=gate, error=REFUSES))
+    run = setting.run(on_error="warn")
+    for step in range(4):
+        setting.layout.save(run, setting.here(step), step)
+    run.wait()
+    begins.set()
+    until(lambda: run.failures == 1)
+    setting.storage.has_given_up = True
+    closing = threading.Thread(target=run.close)
+    closing.start()
+    names = ", ".join(os.path.basename(setting.here(step)) for step in (2, 3))
+    until(lambda: f"the next run uploads {names}" in caplog.text)
+    gate.set()
+    closing.join()
+    assert run.failures == 2
+    assert setting.names_there() == []
+    setting.store()
+    with setting.run() as run:
+        setting.layout.save(run, setting.here(4), 4)
+    assert setting.names_there() == ["0", "1", "2", "3", "4"]
+
+
 def test_a_damaged_local_copy_is_not_uploaded(setting: Setting, gate: threading.Event) -> None:
     setting.store(Fault(writes_of("0"), number=1, until=gate))
     with setting.run(on_error="warn") as run:
