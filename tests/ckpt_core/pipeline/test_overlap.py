@@ -66,11 +66,12 @@ class Training:
         self.optimizer.step(closure)
 
     def state(self) -> dict[str, torch.Tensor]:
-        momenta = {
-            f"momentum of {name}": self.optimizer.state[weight]["momentum_buffer"]
+        moments = {
+            f"{key} of {name}": moment
             for name, weight in self.weights.items()
+            for key, moment in self.optimizer.state[weight].items()
         }
-        return {**{name: weight.detach() for name, weight in self.weights.items()}, **momenta, **self.buffers}
+        return {**{name: weight.detach() for name, weight in self.weights.items()}, **moments, **self.buffers}
 
     def on_host(self) -> dict[str, torch.Tensor]:
         return {name: tensor.cpu() for name, tensor in self.state().items()}
@@ -274,6 +275,36 @@ def test_every_step_is_saved_as_it_was(tmp_path: Path, layout: str, accelerator:
 
 
 @both_layouts
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: torch.optim.SGD(weights, lr=1.0, momentum=0.5, fused=True),
+        lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+        lambda weights: torch.optim.Adam(weights, lr=0.1, amsgrad=True, capturable=True, foreach=True),
+    ],
+    ids=["fused SGD", "fused AdamW", "capturable Adam"],
+)
+def test_every_step_of_an_optimizer_with_kernels_of_its_own_is_saved_as_it_was(
+    tmp_path: Path, layout: str, make: Any, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_late = hold_late_copies(monkeypatch.setattr)
+    training = Training(accelerator, layout, tmp_path, max_pending=2)
+    training.optimizer = make(training.weights.values())
+    training.step()
+    expected = []
+    with training.checkpointer, accelerator.module.lazy(side_streams_only=True):
+        for step in range(3):
+            expected.append(training.on_host())
+            training.save(str(step))
+            training.step()
+        training.checkpointer.wait()
+        for step, wanted in enumerate(expected):
+            assert_same_state(training.load(str(step)), wanted)
+    assert was_late()
+    assert not torch.equal(expected[0]["weight"], expected[1]["weight"])
+
+
+@both_layouts
 def test_steps_that_a_scaler_skips_and_steps_that_it_takes(
     tmp_path: Path, layout: str, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +350,7 @@ def test_what_a_save_does_on_the_host_does_not_depend_on_the_size(
 
 
 @both_layouts
-@pytest.mark.parametrize("name", ["weight", "momentum of weight"])
+@pytest.mark.parametrize("name", ["weight", "momentum_buffer of weight"])
 def test_a_change_that_no_hook_sees_fails_the_save_and_later_ones_wait(
     tmp_path: Path, layout: str, name: str, accelerator: SimulatedAccelerator
 ) -> None:
