@@ -175,7 +175,7 @@ def _is_same_object(first: torch.Tensor, second: torch.Tensor) -> bool:
     for tensor in (first, second):
         table = StorageTable()
         pickle, _ = pickle_state(tensor, table)
-        parts.append((pickle(), [memory.cpu().numpy().tobytes() for memory in table.memories()]))
+        parts.append((pickle.finish(), [memory.cpu().numpy().tobytes() for memory in table.memories()]))
     return type(first) is type(second) and parts[0] == parts[1]
 
 

@@ -530,6 +530,16 @@ def test_events_tell_what_happened_in_order(strategy: Any, tmp_path: Path) -> No
     assert lines[2]["bytes"] == size
 
 
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_the_size_of_a_snapshot_counts_what_is_no_tensor(strategy: Any, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with Checkpointer(strategy=strategy, listeners=[events.append]) as checkpointer:
+        checkpointer.save({"w": torch.zeros(3), "order": list(range(100_000))}, tmp_path / "a.ckpt")
+    (taken,) = [event for event in events if isinstance(event, SnapshotTaken)]
+    size = (tmp_path / "a.ckpt").stat().st_size
+    assert 0.98 * size <= taken.bytes <= size
+
+
 def test_a_failed_save_is_an_event_in_both_strategies(tmp_path: Path) -> None:
     for strategy in ("sync", "async"):
         events: list[Event] = []

@@ -27,7 +27,7 @@ from ckpt_core._layouts.torch_file.manifest import (
     RecordDigests,
     pieces,
 )
-from ckpt_core._layouts.torch_file.pickling import StorageTable, collect_storages, pickle_state
+from ckpt_core._layouts.torch_file.pickling import PickledState, StorageTable, collect_storages, pickle_state
 from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_end, central_entries, local_header
 from ckpt_core.buffers import Move, StagingBuffer, bytes_of
 from ckpt_core.commit_time import Stamp, commit_time, step_in
@@ -93,16 +93,16 @@ class FileImage:
         self._sources = list(sources)
         self._staged = staged
         self._wait_staged = wait_staged
-        self._pickle: Callable[[], bytes] = bytes
+        self._pickle: PickledState | None = None
         self._references: list[int] = []
         self._late: list[bytes] = []
         self._step: int | None = None
         self._digests: list[dict[int, str]] = [{} for _ in region.records]
 
     def add_pickle(
-        self, pickle: Callable[[], bytes], references: list[int], late: list[bytes], step: int | None = None
+        self, pickle: PickledState, references: list[int], late: list[bytes], step: int | None = None
     ) -> None:
-        """Add everything but the tensors; ``pickle`` is called on the thread that writes.
+        """Add everything but the tensors; the thread that writes finishes ``pickle``.
 
         ``references`` are the storages in the order in which the pickle first refers to them; ``late`` the bytes of
         those that are not in the region.
@@ -111,7 +111,8 @@ class FileImage:
 
     @functools.cached_property
     def _pickled(self) -> bytes:
-        return self._pickle()
+        assert self._pickle is not None  # add_pickle() comes first
+        return self._pickle.finish()
 
     @property
     def is_staged(self) -> bool:
@@ -120,7 +121,8 @@ class FileImage:
     @property
     def approximate_size(self) -> int:
         """The file's size in bytes but for its last few kilobytes, and for its pickle while that is not known."""
-        return self.region_size + sum(map(len, self._late))
+        pickle_size = 0 if self._pickle is None else self._pickle.approximate_size
+        return self.region_size + pickle_size + sum(map(len, self._late))
 
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests."""

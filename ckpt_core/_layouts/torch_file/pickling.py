@@ -48,6 +48,7 @@ _Entry = tuple[str, Any, str, str, int]  # what the pickle has in the place of a
 # What it has of a plain tensor, but for the storage's number: type, shape, strides, offset, requires_grad, and the
 # storage's place and length.
 _Described = tuple[Any, ...]
+_DESCRIPTION = 100  # bytes, about
 
 
 class StorageTable:
@@ -100,12 +101,39 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
 
 
-def pickle_state(state: Any, table: StorageTable) -> tuple[Callable[[], bytes], list[int]]:
-    """Pickle ``state`` with its storages taken out; also return these, in the order in which the pickle has them.
+class PickledState:
+    """A pickle that is still without its tensors; it needs the state no more.
 
-    The pickle is returned as a function that needs the state no more, and takes as long as this one: for when training
-    continues.
+    To put them in takes as long as all before, so it is done where training does not wait for it.
     """
+
+    def __init__(self, dumped: bytes, mark: bytes, plain: Sequence[tuple[int, _Described]], memo_size: int) -> None:
+        self.approximate_size = len(dumped) + _DESCRIPTION * len(plain)  # bytes
+        self._dumped, self._mark, self._plain, self._memo_size = dumped, mark, plain, memo_size
+
+    def finish(self) -> bytes:
+        """Return what was dumped, with the plain tensors in it."""
+        if not self._plain:
+            return self._dumped
+        # LONG1, its length, the number, BINPERSID
+        parts = re.split(rb"\x8a\x0c(....)" + re.escape(self._mark) + rb"Q", self._dumped, flags=re.DOTALL)
+        numbers = [int.from_bytes(number, "little") for number in parts[1::2]]
+        met_again = {number for number, count in Counter(numbers).items() if count > 1}
+        opcodes = _TensorOpcodes(self._memo_size)
+        written: dict[int, bytes] = {}
+        for at, number in enumerate(numbers):
+            if number in written:
+                parts[2 * at + 1] = written[number]
+                continue
+            parts[2 * at + 1] = opcodes.of(*self._plain[number])
+            if number in met_again:
+                put, written[number] = opcodes.memorize()
+                parts[2 * at + 1] += put
+        return b"".join(parts)
+
+
+def pickle_state(state: Any, table: StorageTable) -> tuple[PickledState, list[int]]:
+    """Pickle ``state`` with its storages taken out; also return these, in the order in which the pickle has them."""
     stream = io.BytesIO()
     pickler = _StoragePickler(stream, table, {})
     try:
@@ -130,7 +158,7 @@ def pickle_state(state: Any, table: StorageTable) -> tuple[Callable[[], bytes], 
 
 
 class _StoragePickler(pickle.Pickler):
-    """Pickles all but plain tensors, and numbers these; :meth:`finish` puts the pickle of each in its number's place.
+    """Pickles all but plain tensors, and numbers these; :class:`PickledState` has the pickle of each for its number.
 
     It is what ``Tensor.__reduce_ex__`` would lead to, in a third of the time: that calls Python for each of the
     twenty-five objects that describe a tensor, which are nearly the same for every one.
@@ -185,12 +213,9 @@ class _StoragePickler(pickle.Pickler):
                 remedy="clone one of the two before saving",
             )
 
-    def finish(self) -> Callable[[], bytes]:
-        """Return what makes the pickle of what was dumped, with the plain tensors in it."""
-        dumped = self._stream.getvalue()
-        if not self._table.plain:
-            return lambda: dumped
-        return functools.partial(_with_tensors, dumped, self._mark, self._table.plain, self._memo_size())
+    def finish(self) -> PickledState:
+        """Return what was dumped."""
+        return PickledState(self._stream.getvalue(), self._mark, self._table.plain, self._memo_size())
 
     def _memo_size(self) -> int:
         """Return how many values are memorized: the number that the next gets. ``memo`` gives only a copy of itself."""
@@ -198,24 +223,6 @@ class _StoragePickler(pickle.Pickler):
         self.dump([])
         self._stream.seek(begin + len(pickle.PROTO + b"\2" + pickle.EMPTY_LIST + pickle.BINPUT))
         return int.from_bytes(self._stream.read().removesuffix(pickle.STOP), "little")
-
-
-def _with_tensors(dumped: bytes, mark: bytes, plain: Sequence[tuple[int, _Described]], memo_size: int) -> bytes:
-    # LONG1, its length, the number, BINPERSID
-    parts = re.split(rb"\x8a\x0c(....)" + re.escape(mark) + rb"Q", dumped, flags=re.DOTALL)
-    numbers = [int.from_bytes(number, "little") for number in parts[1::2]]
-    met_again = {number for number, count in Counter(numbers).items() if count > 1}
-    opcodes = _TensorOpcodes(memo_size)
-    written: dict[int, bytes] = {}
-    for at, number in enumerate(numbers):
-        if number in written:
-            parts[2 * at + 1] = written[number]
-            continue
-        parts[2 * at + 1] = opcodes.of(*plain[number])
-        if number in met_again:
-            put, written[number] = opcodes.memorize()
-            parts[2 * at + 1] += put
-    return b"".join(parts)
 
 
 class _TensorOpcodes:

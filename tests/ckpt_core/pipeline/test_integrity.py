@@ -253,6 +253,7 @@ def test_a_pickle_of_other_sizes_than_its_records_is_refused(tmp_path: Path) -> 
     layout, other = StateLayout(saved), StateLayout(claimed)
     image, donor = layout.live_image(), other.live_image()
     other.pickle_into(donor, claimed)
+    assert donor._pickle is not None
     image.add_pickle(donor._pickle, donor._references, [])
     path = tmp_path / "mixed.ckpt"
     write_image(image, LocalStorage(), str(path), scratch=ScratchBuffers())
