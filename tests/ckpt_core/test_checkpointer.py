@@ -187,13 +187,18 @@ def test_a_path_is_fixed_when_the_save_is_asked_for(
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_the_save_above_the_limit_waits_and_says_how_long(limit: int, gate: Gate, tmp_path: Path) -> None:
+def test_the_save_above_the_limit_waits_and_says_how_long(
+    limit: int, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait = threading.Event(), BufferPool.wait
+    monkeypatch.setattr(BufferPool, "wait", lambda pool: (waits.set(), wait(pool)))
     events: list[Event] = []
     checkpointer = Checkpointer(max_pending=limit, listeners=[events.append])
     for step in range(limit):
         checkpointer.save({"step": step}, tmp_path / f"{step}.ckpt")
     above = in_thread(lambda: checkpointer.save({"step": "above"}, tmp_path / "above.ckpt"))
-    assert not ended(above, 0.3)
+    assert waits.wait(SECONDS)
+    assert not ended(above, 0.1)
     assert len(checkpointer.pending) == limit
     gate.open()
     assert ended(above)
