@@ -554,7 +554,8 @@ def test_ranks_of_a_closed_group_cannot_save(tmp_path: Path) -> None:
     checkpointer = DirectoryCheckpointer(ranks=group, commit_timeout=0.2, strategy="sync")
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(checkpointer)
-    with pytest.raises(RankFailedError, match="rank 1 did not begin"):
+    # The second on a busy machine, where no thread gets to ask the store in time.
+    with pytest.raises(RankFailedError, match=r"rank 1 did not begin|rank 0, which .* has not answered"):
         checkpointer.save(parts(), tmp_path / "a")
     assert names(tmp_path) == []
 
