@@ -179,7 +179,7 @@ class LoaderPosition:
             if number == self._iteration_number:
                 self.habit.end(is_whole=self._opening is None and not self.was_cut)
                 self._run.ends(self)
-                if not self.habit.idles:  # else what the script has not used may be taken back
+                if not self._may_be_taken_back(self._opening):
                     self._opening = None
         except GeneratorExit:  # perhaps because of an exception in the loop's body: the position is still known
             self._run.leaves()
@@ -645,6 +645,13 @@ class LoaderPosition:
         if opening.then is Next.RESUMED:
             self._resume, self._left, self._opening = opening.state, None, opening
         opening.rng.restore()
+
+    def _may_be_taken_back(self, opening: Opening | None) -> bool:
+        """Whether an iteration that is over, and in which nothing was used, was not the rest of the epoch."""
+        if opening is None or opening.then is not Next.RESUMED:
+            return False
+        # a script that uses each batch leaves out one at most, the last one of the epoch
+        return self.habit.idles or (opening.habit == 1 and self._steps - opening.steps > 1)
 
     def _take_back_unused(self) -> None:
         opening, self._opening = self._opening, None

@@ -544,3 +544,23 @@ def test_a_pass_that_uses_nothing_before_each_epoch_does_not_count_as_skipping(p
     resumed = Run(seed=2)
     assert train(resumed, saved)[0][: len(rest)] == rest
     assert resumed.warned == []
+
+
+def test_a_script_that_leaves_out_whole_epochs_by_itself_resumes_in_the_third() -> None:
+    def train(run: Run, done: int, saves: int) -> tuple[list[Any], dict[str, Any]]:
+        found, saved, step = list[Any](), {}, 0
+        assert run.positions is not None
+        for _ in range(4):
+            for batch in run.loader:
+                step += 1
+                if step <= done:
+                    continue
+                run.positions.uses.backward()
+                found.append([batch.tolist(), float(torch.rand(()))])
+                if step == saves:
+                    saved = run.capture()
+        return found, saved
+
+    saves = 2 * STEPS + 2
+    whole, saved = train(Run(), 0, saves)
+    assert train(Run(seed=2).restore(saved), saves, 0)[0] == whole[saves:]
