@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +28,10 @@ _PACKED_ITEMS = 64
 _SMALL_ITEMS, _SMALL_BYTES = 1 << 10, 1 << 16
 # what is kept to be faster, and what a library keeps for a state_dict of its own
 _NO_STATE = ("cache", "state_dict")
+_KEPT_ITEMS, _KEPT_BYTES = 1 << 14, 1 << 20
+_FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # each is waited for
 _EXACT = (list, tuple, set, frozenset, dict, deque)
+_FILLED = (defaultdict, Counter, OrderedDict)  # nobody but the script can make one; it is filled where it is
 _SCALARS = (bool, int, str, type(None))
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -160,10 +163,16 @@ class PlainState:
         """Return each plain value."""
         return {found.path: found.value for found in self._found()}
 
-    def changed(self) -> dict[str, str]:
-        """Return the digests of the values that have changed since the beginning."""
-        changed = {found.path: fingerprint(found.value) for found in self._found() if not self._is_known(found)}
-        return {path: digest for path, digest in changed.items() if self._known.get(path, ("", None))[0] != digest}
+    def changed(self) -> dict[str, tuple[str, Found]]:
+        """Return the digests of the values that have changed since the beginning, and the values."""
+        changed = {
+            found.path: (fingerprint(found.value), found) for found in self._found() if not self._is_known(found)
+        }
+        return {path: one for path, one in changed.items() if self._known.get(path, ("", None))[0] != one[0]}
+
+    def in_attributes(self, kinds: Collection[type]) -> list[Found]:
+        """Return the values of some types that attributes of objects are."""
+        return [found for found in self._found() if type(found.value) in kinds and isinstance(found.holder, dict)]
 
     def without_records(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Leave out whole numbers, and lists of numbers and texts: most often they only tell what has happened."""
@@ -186,7 +195,7 @@ class PlainState:
                 continue
             try:
                 in_place = before is not None and found.value is before()
-                values[found.path] = {"value": _encode(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])}
+                values[found.path] = _encoded(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])
                 values[found.path]["in_place"] = in_place
             except _TooMuch:
                 left_out.append(found.path)
@@ -198,8 +207,8 @@ class PlainState:
         for found in self._found():
             if found.path in paths:
                 with contextlib.suppress(_TooMuch):
-                    value = _encode(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])
-                    values[found.path] = {"value": value, "in_place": True}
+                    value = _encoded(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])
+                    values[found.path] = {**value, "in_place": True}
         return values
 
     def restore(self, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> list[str]:
@@ -209,13 +218,16 @@ class PlainState:
         for path, saved in values.items():
             if path in but:
                 continue
-            value = _decode(saved["value"])
+            value = _decode(saved["value"], saved.get("device"))
             found = places.get(path)
             if found is not None:
                 if fingerprint(found.value) == fingerprint(value):
                     continue
-                if not (saved["in_place"] and _fill(found.value, value)):
+                in_place = saved["in_place"] or saved.get("only_filled", False)
+                if not (in_place and _fill(found.value, value)):
                     found.put(value)
+            elif saved.get("only_filled", False):
+                missing.append(path)
             elif "." not in path and isinstance(getattr(self.owner, "__dict__", None), dict):
                 vars(self.owner)[path] = value
             else:
@@ -223,23 +235,40 @@ class PlainState:
         return missing
 
 
-def small(value: Any) -> dict[str, Any] | None:
-    """Return a number, or numbers, for :meth:`PlainState.restore`; None for what is large, or more than numbers."""
-    if not _is_of_numbers(value, is_inner=False):
+def small(value: Any, *, is_kept: bool = False) -> dict[str, Any] | None:
+    """Return a number, or numbers, for :meth:`PlainState.restore`; None for what is large, or more than numbers.
+
+    With ``is_kept``, a script is known to keep them for a while: tensors are taken too, and more items.
+    """
+    devices = set[str]()
+    if not _is_of_numbers(value, devices, is_kept=is_kept) or len(devices) > 1:
         return None
     with contextlib.suppress(_TooMuch):
-        return {"value": _encode(value, [_SMALL_ITEMS, _SMALL_BYTES]), "in_place": False}
+        left = [_KEPT_ITEMS, _KEPT_BYTES] if is_kept else [_SMALL_ITEMS, _SMALL_BYTES]
+        device = devices - {"cpu"}
+        return {**_encoded(value, left), "in_place": False, **({"device": device.pop()} if device else {})}
     return None
 
 
-def _is_of_numbers(value: Any, *, is_inner: bool = True) -> bool:
-    # a larger tensor may be a view of a weight, and a text the name of a file of a process that is gone
+def _is_of_numbers(value: Any, devices: set[str], *, is_kept: bool) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.dim() == 0 and not (is_inner and value.device.type != "cpu")
-    if not isinstance(value, _EXACT):
-        return isinstance(value, (bool, int, float, type(None), np.generic))
-    items = value.values() if isinstance(value, dict) else value
-    return len(value) <= _SMALL_ITEMS and all(map(_is_of_numbers, items))
+        devices.add(value.device.type)
+        return is_kept or value.dim() == 0  # a larger one may be a view of a weight
+    if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+        if not is_kept and (len(value) > _SMALL_ITEMS or type(value) not in _EXACT):
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= _KEPT_ITEMS and all(_is_of_numbers(item, devices, is_kept=is_kept) for item in items)
+    if isinstance(value, np.ndarray):
+        return is_kept and not value.dtype.hasobject
+    # a text may be the name of a file of a process that is gone
+    return isinstance(value, (bool, int, float, type(None), np.generic))
+
+
+def _encoded(value: Any, left: list[int]) -> dict[str, Any]:
+    if type(value) in _FILLED:
+        return {"value": _encode(dict(value), left), "only_filled": True}
+    return {"value": _encode(value, left)}
 
 
 def _encode(value: Any, left: list[int]) -> Any:
@@ -248,7 +277,7 @@ def _encode(value: Any, left: list[int]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or type(value) is not torch.Tensor:
             raise _TooMuch
-        _spend(left, 1, value.numel() * value.element_size())
+        _spend(left, 1 if value.device.type == "cpu" else _FOR_ONE_OF_A_DEVICE, value.numel() * value.element_size())
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray):
         _spend(left, 1, value.nbytes)
@@ -259,15 +288,21 @@ def _encode(value: Any, left: list[int]) -> Any:
     if type(value) is bytes:
         _spend(left, 1, len(value))
         return {"bytes": torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)}
-    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)) or type(value) not in _EXACT:
+    if type(value) not in _EXACT:
         raise _TooMuch
-    kind = type(value).__name__
     _spend(left, len(value), 0)
     if isinstance(value, dict):
-        return {kind: [[_encode(key, left), _encode(item, left)] for key, item in value.items()]}
-    items = list(value)
-    if len(items) >= _PACKED_ITEMS and all(type(item) is int and item in _INT64 for item in items):
-        return {kind: torch.tensor(items, dtype=torch.int64)}
+        return {"dict": [[_encode(key, left), _encode(item, left)] for key, item in value.items()]}
+    kind, items = type(value).__name__, list(value)
+    kinds = set(map(type, items))
+    if len(items) >= _PACKED_ITEMS:
+        if kinds == {int} and all(item in _INT64 for item in items):
+            return {kind: torch.tensor(items, dtype=torch.int64)}
+        if kinds == {float}:
+            return {kind: torch.tensor(items, dtype=torch.float64)}
+    if kinds == {torch.Tensor} and len({(i.shape, i.dtype, i.device, i.layout) for i in items}) == 1:
+        _spend(left, 0, len(items) * items[0].numel() * items[0].element_size())
+        return {kind: {"stack": torch.stack([item.detach() for item in items]).to("cpu")}}
     return {kind: [_encode(item, left) for item in items]}
 
 
@@ -278,9 +313,9 @@ def _spend(left: list[int], items: int, size: int) -> None:
         raise _TooMuch
 
 
-def _decode(saved: Any) -> Any:
+def _decode(saved: Any, device: str | None = None) -> Any:
     if not isinstance(saved, dict):
-        return saved.clone() if isinstance(saved, torch.Tensor) else saved
+        return saved.to(device, copy=True) if isinstance(saved, torch.Tensor) else saved
     if "array" in saved:
         data = saved["array"].cpu().numpy().tobytes()
         return np.frombuffer(data, dtype=saved["dtype"]).reshape(saved["shape"]).copy()
@@ -290,14 +325,17 @@ def _decode(saved: Any) -> Any:
         return saved["bytes"].cpu().numpy().tobytes() if saved["bytes"].numel() else b""
     ((kind, items),) = saved.items()
     if kind == "dict":
-        return {_decode(key): _decode(item) for key, item in items}
+        return {_decode(key): _decode(item, device) for key, item in items}
     makers: dict[str, Callable[[Any], Any]] = {made.__name__: made for made in _EXACT}
-    return makers[kind](items.tolist() if isinstance(items, torch.Tensor) else [_decode(item) for item in items])
+    if isinstance(items, dict):
+        return makers[kind](one.clone() for one in _decode(items["stack"], device))
+    is_packed = isinstance(items, torch.Tensor)
+    return makers[kind](items.tolist() if is_packed else [_decode(item, device) for item in items])
 
 
 def _fill(old: Any, new: Any) -> bool:
     """Give an object, that others may hold too, the contents of another one; return whether that was possible."""
-    if type(old) is not type(new):
+    if type(old) is not type(new) and not (type(old) in _FILLED and type(new) is dict):
         return False
     if isinstance(old, torch.Tensor):
         if old.shape != new.shape or old.dtype != new.dtype:

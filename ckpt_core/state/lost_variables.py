@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -401,24 +401,25 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     ]
 
 
-def are_emptied(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
-    """Return which containers methods of their owner's class empty again and again, as when an epoch ends.
+def are_set_back(values: Sequence[tuple[type, str, Any, str]], *, but: Collection[str] = ()) -> list[bool]:
+    """Return which values methods of their object's class set back again and again, as when an epoch ends.
 
     Args:
-        values: Class of each object, path of the attribute, and container.
+        values: Class of each object, name of the attribute, value, and fingerprint of what it was at first.
+        but: The names of methods that run once.
     """
     if not values:
         return []
-    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
+    held = [_Held("", VALUE, f"self.{name}", None, value, owner) for owner, name, value, _ in values]
     source = _source_of(held)
-    return [_is_emptied(source, *one) for one in values]
+    return [_is_set_back(source, *one, but) for one in values]
 
 
-def _is_emptied(source: Source, owner: type, path: str, value: Any) -> bool:
-    names = source.emptied_by(source.names_of(f"self.{path}", None)[-1], type(value)())
-    methods = [vars(kind).get(name) for kind in owner.__mro__ if not is_library(kind) for name in names]
+def _is_set_back(source: Source, owner: type, name: str, value: Any, first: str, but: Collection[str]) -> bool:
+    by = source.set_back_by(f".{name}", value, first).difference(but)
+    methods = [vars(kind).get(method) for kind in owner.__mro__ if not is_library(kind) for method in by]
     functions = [inspect.unwrap(method) for method in methods if isinstance(method, types.FunctionType)]
-    return any(path in one.__code__.co_names for one in functions if isinstance(one, types.FunctionType))
+    return any(name in one.__code__.co_names for one in functions if isinstance(one, types.FunctionType))
 
 
 def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:

@@ -45,6 +45,11 @@ class Found(NamedTuple):
     put: Callable[[Any], None]  # puts another value in its place
 
     @property
+    def key(self) -> Any:
+        """The key in :attr:`holder`."""
+        return self.put.args[0] if self.holder is not None else None  # type: ignore[attr-defined]
+
+    @property
     def holder(self) -> dict[Any, Any] | list[Any] | None:
         """The dictionary, also of attributes, or list that it is in; None if it is elsewhere."""
         into = getattr(getattr(self.put, "func", None), "__self__", None)

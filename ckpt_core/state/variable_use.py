@@ -36,10 +36,11 @@ _METHODS = """
     rotate subtract push
 """
 _CHANGES = frozenset(_METHODS.split())
+_EMPTIES = ("clear", "zero_")
 _MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
 _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
-_CONSTANTS = frozenset({"float", "math", "np", "numpy", "torch", "list", "dict", "set", "deque", "collections", "inf"})
+_CONSTANTS = _MAKES | {"float", "int", "math", "np", "numpy", "torch", "collections", "inf"}
 _ANY = "any"
 CONTAINERS = (dict, list, tuple, set, collections.deque)
 _SHORT = 256
@@ -108,12 +109,24 @@ class Source:
 
     def begins_anew(self, name: str, first: str) -> bool:
         """Whether it is set back, unconditionally and not when its owner is made, to the value with a mark."""
-        found = self._reader.resets.get(name, set())
+        found = [(to, by) for to, by, is_sure in self._reader.resets.get(name, ()) if is_sure]
         return any(to in (first, _ANY) and (by is None or by in self._reader.called) for to, by in found)
 
-    def emptied_by(self, name: str, empty: object) -> set[str]:
-        """Return the names of the functions that empty a container unconditionally, and not when its owner is made."""
-        return {by for to, by in self._reader.resets.get(name, ()) if by and to in (mark(empty), _ANY)}
+    def set_back_by(self, name: str, value: object, first: str) -> set[str]:
+        """Return the names of the functions that set a value back to a constant, and not when its owner is made.
+
+        Containers are emptied, or get the value with the fingerprint ``first`` again. Numbers do, perhaps on a
+        condition, or are set to any number.
+        """
+        empty = mark(type(value)()) if isinstance(value, CONTAINERS) else ""
+
+        def is_back(to: str, *, is_sure: bool) -> bool:
+            if to == _ANY or empty:
+                return to in (_ANY, empty) or to.partition(" ")[0] == first
+            return first in _fingerprints(to) or (is_sure and bool(_fingerprints(to)))
+
+        found = self._reader.resets.get(name, ())
+        return {by for to, by, is_sure in found if by and is_back(to, is_sure=is_sure)}
 
     def is_set_to_a_literal(self, name: str) -> bool:
         """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
@@ -181,7 +194,8 @@ class _Reader(ast.NodeVisitor):
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
         self.called, self.filled_once, self.cleared, self.logged, self._made = (set[str]() for _ in range(5))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
-        self.resets: dict[str, set[tuple[str, str | None]]] = collections.defaultdict(set)
+        # to which constant, by which function, and whether unconditionally
+        self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
         self._functions: list[tuple[str, set[str]]] = []
         self._running: set[tuple[str, int]] = set()
         # where the visit is: changed by _within alone
@@ -257,10 +271,9 @@ class _Reader(ast.NodeVisitor):
         literal = None if updates or value is None else _literal(value)
         if literal is not None and inner.resets:
             self.set_to.add(name)
-            if is_sure:
-                is_outside = self._is_running or not self._functions
-                function = None if is_outside else self._functions[-1][0].partition(":")[0]
-                self.resets[name].add((literal, function))
+            is_outside = self._is_running or not self._functions
+            function = None if is_outside else self._functions[-1][0].partition(":")[0]
+            self.resets[name].add((literal, function, is_sure))
 
     @contextlib.contextmanager
     def _within(self, **place: Any) -> Iterator[None]:
@@ -333,10 +346,10 @@ class _Reader(ast.NodeVisitor):
         key = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
         if called == "get" and isinstance(key, str):
             self._reads(f"{owner}[{key}]")
-        if changes:
-            self._stores(owner, None, updates=True)
-        elif called == "clear":
+        if called in _EMPTIES:
             self._stores(owner, node.func)
+        elif changes:
+            self._stores(owner, None, updates=True)
         elif called == "reset":
             self._stores(owner, None)
         elif not tells and self._into is not None:
@@ -520,10 +533,23 @@ def _literal(node: ast.AST) -> str | None:
     """Return the mark of a value that is written there, or that it may be any; None if it comes of variables."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError):
         return mark(ast.literal_eval(node))
-    if isinstance(node, ast.Attribute) and node.attr == "clear":
+    if isinstance(node, ast.Attribute) and node.attr in _EMPTIES:
         return _ANY
+    if isinstance(node, ast.Call):
+        where = [one for one in node.keywords if one.arg in ("device", "dtype")]
+        parts = [node.func, *node.args, *(one for one in node.keywords if one not in where)]
+        node = ast.List(parts, ast.Load())  # type: ignore[arg-type]
     names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     return _ANY if names <= _CONSTANTS else None
+
+
+def _fingerprints(mark: str) -> set[str]:
+    """Return those of the number that a mark is of, as a whole number and as a fraction; nothing if it is of none."""
+    with contextlib.suppress(ValueError, SyntaxError, OverflowError):
+        number = ast.literal_eval(mark)
+        if isinstance(number, (bool, int, float)):
+            return {fingerprint(number), fingerprint(float(number)), fingerprint(int(number))}
+    return set()
 
 
 def _kind(node: ast.AST) -> str:

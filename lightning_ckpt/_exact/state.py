@@ -92,7 +92,7 @@ class _Moment:
     metrics: MetricsMoment
     versions: int
     generators: Mapping[str, Any]
-    lengths: Mapping[tuple[str, str], int]  # of lists in attributes
+    attributes: Mapping[Any, Any]
 
 
 class ExactState(Live):
@@ -292,7 +292,7 @@ class ExactState(Live):
     def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
         versions, generators = self._versions(), self._users.generators.generators()
-        return _Moment(rng, metrics, versions, generators, self._users.lengths())
+        return _Moment(rng, metrics, versions, generators, self._users.now())
 
     def _versions(self) -> int:
         return sum(tensor._version for tensor in self._tensors)
@@ -529,7 +529,7 @@ class ExactState(Live):
         changed, made = self._users.capture(
             in_epoch=phase not in ("between_epochs", "epoch_end"),
             ends=ends,
-            lengths=None if again is None else again.lengths,
+            again=None if again is None else again.attributes,
             before=self._before if phase == "validation" else None,
         )
         anew = self._users.not_before(self._before) if phase == "validation" else set()

@@ -2,18 +2,19 @@
 
 Attributes themselves are not put back: a user may have meant another value. But each one that the run has changed is
 remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back. Numbers that were
-not there when training started, and are not at a resume, are put back: what reads them would fail. So are those in
-lists and dictionaries that were empty then and that the source empties again, as the list of an epoch's losses that
-Lightning's documentation shows.
+not there when training started, and are not at a resume, are put back: what reads them would fail. So is what the
+source sets back again and again, as the sum of an epoch's losses, or their list that Lightning's documentation shows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -22,8 +23,8 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import PlainState, fingerprint, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_emptied, are_kept, in_words
-from ckpt_core.state.object_walk import set_by_libraries
+from ckpt_core.state.lost_variables import are_kept, are_set_back, in_words
+from ckpt_core.state.object_walk import Found, set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
 # their state is captured by others
@@ -34,8 +35,22 @@ _NAMED = 5
 _UNKNOWN = object()
 _EMPTY = {fingerprint(kind()) for kind in (list, dict, set, deque)}
 _SCALARS = (bool, int, float, str, type(None))  # None also for what there is not yet
+_NUMBERS = (bool, int, float, type(None))
+_FOLLOWED_VALUES = (*_NUMBERS, list, torch.Tensor)
+_A_NUMBER = 16  # bytes
+_CONTAINERS = (list, dict, set, deque)
+# what these set is set once in a run
+_ONCE = """
+    prepare_data configure_model configure_optimizers configure_callbacks on_fit_start on_sanity_check_start
+    on_sanity_check_end on_train_start on_train_end on_fit_end teardown on_exception on_save_checkpoint
+    on_load_checkpoint
+"""
+_RUN_ONCE = frozenset(_ONCE.split())
 
 Digests = dict[str, dict[str, str]]
+Place = tuple[str, str]  # an object, and the path to a value that it carries
+# The dictionary that a number, tensor or list is in; itself; the length of the list, the version of the tensor
+Before = tuple[Any, Any, int]
 
 
 class UsersObjects(Live):
@@ -59,9 +74,10 @@ class UsersObjects(Live):
         self._by_hooks_before: Digests = {}  # in the run that is resumed from
         self._copies: dict[str, dict[str, Any]] = {}
         self._looked_at: set[tuple[str, str, bool]] = set()
-        self._put_back: set[tuple[str, str]] = set()
-        self._emptied: dict[tuple[str, str], bool] = {}  # whether the source empties it, for those steps have filled
-        self._lists: list[tuple[str, str]] = []  # those that steps may fill
+        self._put_back: dict[Place, str] = {}  # with fingerprints of what they were at first
+        self._set_back: dict[Place, bool] = {}  # whether the source sets it back, for those that steps have changed
+        self._followed: dict[Place, tuple[Any, Any]] = {}  # what steps may change: in which dictionary, and its key
+        self._size = 0
 
     def digests(self) -> Digests:
         """Return the digests of all plain attributes."""
@@ -77,7 +93,7 @@ class UsersObjects(Live):
         """What changes from now on is changed by training."""
         self.generators.look()
         self._at_start = self.digests()
-        self._look_for_lists()
+        self._follow()
 
     def epoch_began(self, before: Digests) -> None:
         """The hooks of the epoch's start have run; ``before`` are the digests from before them."""
@@ -87,17 +103,35 @@ class UsersObjects(Live):
             for path, digest in now.items():
                 if path in made or earlier.get(path) != digest:
                     made[path] = digest
-        self._look_for_lists()
+        self._follow()
 
-    def _look_for_lists(self) -> None:
-        places = {(name, path) for name, found in self._at_start.items() for path in found if found[path] in _EMPTY}
-        places |= self._put_back | {(name, path) for name, found in self._by_hooks.items() for path in found}
-        self._lists = [(name, path) for name, path in places if type(vars(self._owners[name]).get(path)) is list]
+    def _follow(self) -> None:
+        self._followed = {
+            (name, found.path): (found.holder, found.key)
+            for name, plain in self._plain.items()
+            for found in plain.in_attributes(_FOLLOWED_VALUES)
+            if self._set_back.get((name, found.path), True)
+        }
+        self._size = self._attributes()
 
-    def lengths(self) -> dict[tuple[str, str], int]:
-        """Return how many items there are now in the lists that steps may fill."""
-        values = {(name, path): vars(self._owners[name]).get(path) for name, path in self._lists}
-        return {place: len(value) for place, value in values.items() if type(value) is list}
+    def _attributes(self) -> int:
+        return sum(len(vars(owner)) for owner in self._owners.values())
+
+    def now(self) -> dict[Place, Before]:
+        """Return what numbers, lists and tensors are that steps may change; called before each batch."""
+        if self._attributes() != self._size:
+            self._follow()
+        before: dict[Place, Before] = {}
+        for place, (holder, key) in self._followed.items():
+            value = holder.get(key)
+            kind = type(value)
+            if kind is list:
+                before[place] = (holder, value, len(value))
+            elif kind in _NUMBERS:
+                before[place] = (holder, value, 0)
+            elif kind is torch.Tensor and _is_number(value):
+                before[place] = (holder, value.detach(), value._version)
+        return before
 
     # ---- at a save ---------------------------------------------------------------------------------------------------
 
@@ -106,30 +140,33 @@ class UsersObjects(Live):
         *,
         in_epoch: bool = True,
         ends: bool = False,
-        lengths: Mapping[tuple[str, str], int] | None = None,
+        again: Mapping[Place, Before] | None = None,
         before: Digests | None = None,
     ) -> tuple[Digests, dict[str, dict[str, Any]]]:
         """Return the digests of what has changed since the objects were set up, without lists that only tell.
 
         Also return the attributes that training made, as far as they are numbers. What training has changed and no
         state holds is named, once. With ``in_epoch``, a resume continues an epoch, and does not begin the next one,
-        whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that. ``lengths``
-        are those of lists ``before`` what a resume does again; what other containers had then is known if they have it
-        now.
+        whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that. ``again`` is
+        what :meth:`now` returned, and ``before`` the digests, before what a resume does again.
         """
-        changed = {name: plain.changed() for name, plain in self._plain.items()}
-        self._look_for_filled(changed)
+        found = {name: plain.changed() for name, plain in self._plain.items()}
+        changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
+        self._look_for_set_back(found)
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
-            made = {path: vars(owner)[path] for path in changed[name] if self._is_new(name, path, changed[name])}
-            if lengths is not None:
-                same = {
-                    path for path, digest in (before or {}).get(name, {}).items() if digest == changed[name].get(path)
-                }
-                made = {p: v if p in same else _cut(v, lengths.get((name, p))) for p, v in made.items()}
+            made = {
+                path: one.value for path, (_, one) in found[name].items() if self._is_made(name, path, changed[name])
+            }
+            if again is not None:
+                earlier = (before or {}).get(name, {})
+                for path in [path for path in made if earlier.get(path) != changed[name][path]]:
+                    made[path] = _as_before(found[name][path][1], again.get((name, path)))
                 changed[name] |= {path: fingerprint(value) for path, value in made.items() if value is not _UNKNOWN}
-            new = {path: small(value) for path, value in made.items()}
-            made_by_steps[name] = {path: value for path, value in new.items() if value is not None}
+            new = {p: small(value, is_kept=self._set_back.get((name, p), False)) for p, value in made.items()}
+            made_by_steps[name] = {
+                path: {**value, "first": self._first(name, path)} for path, value in new.items() if value is not None
+            }
             if _holds_state(type(owner)):
                 continue
             start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
@@ -161,25 +198,33 @@ class UsersObjects(Live):
             if self._at_start.get(name, {}).get(path) == digest
         }
 
-    def _is_new(self, name: str, path: str, digests: Mapping[str, str]) -> bool:
-        """Whether training made an attribute, or filled it, and not a hook of the epoch's start alone."""
+    def _is_made(self, name: str, path: str, digests: Mapping[str, str]) -> bool:
+        """Whether training made an attribute, or changes what is set back, and not a hook of an epoch's start alone."""
         owner: Any = self._owners[name]
         start = self._at_start.get(name, {path: ""})
-        was_there = path in start and (name, path) not in self._put_back and not self._emptied.get((name, path))
+        is_new = path not in start and path in vars(owner) and not hasattr(type(owner), path)
         by_hook = self._by_hooks.get(name, {}).get(path) == digests[path]
-        return path in vars(owner) and not (was_there or by_hook or hasattr(type(owner), path))
+        return (is_new or (name, path) in self._put_back or self._set_back.get((name, path), False)) and not by_hook
 
-    def _look_for_filled(self, changed: Digests) -> None:
-        """Find out which containers that began empty something empties again; other lists may be records."""
-        values = {
-            (name, path): vars(self._owners[name]).get(path)
-            for name, digests in changed.items()
-            for path in digests
-            if self._at_start.get(name, {}).get(path) in _EMPTY and (name, path) not in self._emptied
+    def _first(self, name: str, path: str) -> str:
+        return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, ""))
+
+    def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
+        """Find out what the source sets back; other numbers may have been meant otherwise, and lists be records."""
+        new = {
+            (name, path): found
+            for name, values in changed.items()
+            for path, (_, found) in values.items()
+            if (name, path) not in self._set_back
         }
-        values = {place: value for place, value in values.items() if isinstance(value, (list, dict, set, deque))}
-        emptied = are_emptied([(type(self._owners[name]), path, value) for (name, path), value in values.items()])
-        self._emptied.update(zip(values, emptied, strict=True))
+        values: dict[Place, tuple[type, str, Any, str]] = {}
+        for (name, path), found in new.items():
+            holder = _holder(self._owners[name], path) if isinstance(found.holder, dict) else None
+            if holder is not None and isinstance(found.value, (torch.Tensor, *_NUMBERS, *_CONTAINERS)):
+                values[name, path] = (type(holder), found.key, found.value, self._first(name, path))
+        self._set_back.update(zip(values, are_set_back([*values.values()], but=_RUN_ONCE), strict=True))
+        self._set_back.update({place: False for place in new if place not in values})
+        self._followed = {place: where for place, where in self._followed.items() if self._set_back.get(place, True)}
 
     def set_by_hooks(self) -> Digests:
         """Return the digests of what hooks of an epoch's start have set to another value than it had."""
@@ -197,10 +242,14 @@ class UsersObjects(Live):
         for name, values in made.items():
             if name in self._plain:
                 owner, now = self._owners[name], self._plain[name].digests()
-                missing = {path: value for path, value in values.items() if not hasattr(owner, path)}
-                missing |= {path: {**values[path], "in_place": True} for path in values if now.get(path) in _EMPTY}
+                missing = {
+                    path: value for path, value in values.items() if "." not in path and not hasattr(owner, path)
+                }
+                for path, value in values.items():
+                    if path in now and (now[path] in _EMPTY or now[path] == value.get("first")):
+                        missing[path] = {**value, "in_place": True}
                 self._plain[name].restore(missing)
-                self._put_back.update((name, path) for path in missing)
+                self._put_back |= {(name, path): value.get("first", "") for path, value in missing.items()}
 
     def before_hooks(self, saved: Mapping[str, Mapping[str, str]]) -> None:
         """Remember what a checkpoint has brought back, before hooks change it again."""
@@ -252,11 +301,35 @@ class UsersObjects(Live):
         )
 
 
-def _cut(value: Any, length: int | None) -> Any:
-    """Return what a value was when a list had ``length`` items; something that is not captured if it is not known."""
-    if not isinstance(value, (list, dict, set, deque)):
+def _as_before(found: Found, before: Before | None) -> Any:
+    """Return what a value was; something that is not captured if it is not known."""
+    if before is None:  # what training makes is most often set by each step
+        return _UNKNOWN if isinstance(found.value, (torch.Tensor, *_CONTAINERS)) else found.value
+    holder, value, changes = before
+    if holder is not found.holder or (isinstance(value, torch.Tensor) and value._version != changes):
+        return _UNKNOWN
+    if not isinstance(value, list):
         return value
-    return value[:length] if isinstance(value, list) and length is not None and len(value) >= length else _UNKNOWN
+    return value[:changes] if value is found.value and len(value) >= changes else _UNKNOWN
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one number: a reference to a large one, of which it may be a part, would take memory."""
+    is_one = tensor.numel() == 1 and tensor.layout == torch.strided
+    return is_one and tensor.untyped_storage().nbytes() <= _A_NUMBER
+
+
+def _holder(owner: Any, path: str) -> Any:
+    """Return the object that has the attribute at the end of a path; None if there is none, or it is in a container."""
+    holder = owner
+    with contextlib.suppress(LookupError, ValueError, AttributeError):
+        for name in path.split(".")[:-1]:
+            if isinstance(holder, dict):
+                holder = holder[name]
+            else:
+                holder = holder[int(name)] if isinstance(holder, list) else getattr(holder, name)
+        return None if isinstance(holder, _CONTAINERS) else holder
+    return None
 
 
 def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:

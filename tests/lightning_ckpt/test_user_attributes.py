@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,21 @@ class CollectsForAnEpoch(Collects):
 
 
 class CollectsRows(Collects):
+    """What it keeps has more than numbers, and a graph."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.losses[-1] = torch.stack([loss.detach(), loss.detach()])
+        self.losses[-1] = torch.stack([loss, 2 * loss])
         return loss
+
+
+class CollectsForever(Model):
+    """What it keeps may be views of weights, and nothing sets it back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.rows = [*getattr(self, "rows", []), torch.ones(2) * loss.item()]
+        return loss * len(self.rows)
 
 
 class Swaps(Model):
@@ -146,7 +157,7 @@ class Teaches(Model):
     [
         (Counts, MIDDLE, "training had changed Counts.steps"),
         (Counts, END, "training had changed Counts.steps"),
-        (CollectsRows, MIDDLE, "training had changed CollectsRows.losses"),
+        (CollectsForever, MIDDLE, "training had changed CollectsForever.rows"),
         (Swaps, MIDDLE, "training had changed Swaps.scale"),
         (Teaches, MIDDLE, "Teaches.on_train_batch_end changes weights or buffers"),
     ],
@@ -194,11 +205,126 @@ class TellsOfSteps(Callback):
 
 
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
-@pytest.mark.parametrize("model", [Collects, CollectsForAnEpoch, Tells])
+@pytest.mark.parametrize("model", [Collects, CollectsForAnEpoch, CollectsRows, Tells])
 def test_numbers_that_steps_make_are_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(model, lambda: [TellsOfSteps()]), tmp_path, at)
     assert not said
     assert found == expected
+
+
+class Meter:
+    """An average, as many scripts have it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.sum += value
+        self.count += 1
+
+
+class SetsBackAtTheEnd(Model):
+    """Has numbers of an epoch in every way, without which its end would fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.steps = 0.0, 0
+        self.on_device = torch.zeros(1)
+        self.in_place = torch.tensor(0.0)
+        self.meters = {"loss": Meter()}
+        self.sums = {"loss": 0.0, "steps": 0}
+        self.by_name: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        self.of_three = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.total += loss.item()
+        self.steps += 1
+        self.on_device = self.on_device + loss.detach()
+        self.in_place += loss.detach()
+        self.meters["loss"].add(loss.item())
+        self.sums["loss"] += loss.item()
+        self.sums["steps"] += 1
+        self.by_name["loss"].append(loss)
+        self.of_three += loss.item()
+        if batch_idx % 3 == 2:
+            self.log("of three", self.of_three)
+            self.of_three = 0
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        meter, stacked = self.meters["loss"], torch.stack(self.by_name["loss"])
+        means = [self.total / self.steps, meter.sum / meter.count, self.sums["loss"] / self.sums["steps"]]
+        means += [self.on_device.item() / self.steps, self.in_place.item() / self.steps, stacked.mean().item()]
+        for number, mean in enumerate(means):
+            self.log(f"mean{number}", mean)
+        self.set_back()
+
+    def set_back(self) -> None:
+        self.total = 0.0
+        self.steps = 0
+        self.on_device = torch.zeros(1, device=self.device)
+        self.in_place.zero_()
+        self.meters["loss"].reset()
+        self.sums = {"loss": 0.0, "steps": 0}
+        self.by_name.clear()
+
+
+class SetsBackAtTheStart(SetsBackAtTheEnd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.steps = None  # type: ignore[assignment]
+
+    def on_train_epoch_start(self) -> None:
+        super().set_back()
+
+    def set_back(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
+@pytest.mark.parametrize("model", [SetsBackAtTheEnd, SetsBackAtTheStart])
+def test_what_an_epoch_sets_back_is_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(model), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+def test_a_batch_that_is_trained_again_begins_with_the_numbers_that_it_had(tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(Interrupted), tmp_path, ("on_before_backward", MIDDLE[1]))
+    assert not said
+    assert (found.weights, found.rows) == (expected.weights, expected.rows)
+
+
+class Interrupted(SetsBackAtTheEnd):
+    """Without dictionaries, of which nobody knows what they had before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_step = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Model.training_step(self, batch, batch_idx)
+        self.in_step += 1
+        self.total += loss.item()
+        self.steps += 1
+        self.on_device = self.on_device + loss.detach()
+        self.meters["loss"].add(loss.item())
+        return loss * self.in_step
+
+    def on_train_epoch_end(self) -> None:
+        Model.on_train_epoch_end(self)
+        meter = self.meters["loss"]
+        self.log("mean", self.total / self.steps + self.on_device.item() + meter.sum / meter.count)
+        self.set_back()
+
+    def set_back(self) -> None:
+        super().set_back()
+        self.in_step = 0
 
 
 class CollectsByLabel(Callback):

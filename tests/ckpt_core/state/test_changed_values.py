@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_core.state.changed_values import PlainState, fingerprint
+from ckpt_core.state.changed_values import PlainState, fingerprint, small
 
 
 class Holder:
@@ -29,6 +29,8 @@ VALUES: dict[str, Any] = {
     "complex": 1j,
     "list": [1, [2.5, None], ("a", True)],
     "many integers": list(range(1000)),
+    "many floats": [0.1 * i for i in range(1000)] + [float("inf")],
+    "rows": [torch.full((2,), float(i)) for i in range(100)],
     "batches": [list(range(i, i + 70)) for i in range(5)],
     "deque": deque([1, 2]),
     "set": {3, 1, 2},
@@ -180,3 +182,46 @@ def test_what_a_value_raises_when_it_is_looked_at_hides_no_other(odd: Any) -> No
     owner.count = 2  # type: ignore[attr-defined]
     assert list(state.changed()) == ["count"]
     assert list(state.capture()[0]) == ["count"]
+
+
+def kept(value: Any) -> Any:
+    """What comes of a value that a script is known to keep for a while; None if it is not captured."""
+    source, target = Holder(), Holder()
+    captured = small(value, is_kept=True)
+    if captured is None:
+        return None
+    source.value, target.value = value, type(value)()
+    PlainState(target).restore({"value": {**captured, "in_place": True}})
+    return target.value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [defaultdict(list, {"a": [1.5]}), Counter(a=3), OrderedDict([("b", 1), ("a", 2)])],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_dictionary_with_a_class_of_its_own_is_filled_and_never_made(value: Any) -> None:
+    found = kept(value)
+    assert (type(found), found) == (type(value), value)
+    assert list(found) == list(value)
+    nowhere = Holder()
+    del nowhere.value
+    assert PlainState(nowhere).restore({"value": small(value, is_kept=True) or {}}) == ["value"]
+    assert not hasattr(nowhere, "value")
+    assert small(value) is None
+
+
+def test_of_what_a_script_keeps_tensors_are_captured_too_and_no_graph() -> None:
+    weight = torch.ones((), requires_grad=True)
+    losses = [weight * i for i in range(3)]
+    found = kept([{"loss": loss, "row": torch.ones(2)} for loss in losses])
+    assert [float(one["loss"]) for one in found] == [0, 1, 2]
+    assert not any(one["loss"].requires_grad for one in found)
+    stacked = kept(losses)
+    stacked[0] += 5
+    assert [float(one) for one in stacked] == [5, 1, 2], "each has memory of its own"
+    assert small([torch.ones(2)]) is None
+    assert small([torch.ones(2)] * 200_000, is_kept=True) is None
+    assert small(torch.ones(1 << 20), is_kept=True) is None
+    assert small([torch.ones(1), "text"], is_kept=True) is None
+    assert small([np.array([object()])], is_kept=True) is None
