@@ -41,6 +41,10 @@ from ckpt_core.small_states import wait_if_small
 from ckpt_core.state.ddp import unsaved_hook_states
 from ckpt_core.state.kinds import Kind, saved_buffers
 
+_TRIGGERED = (
+    "it was saved after set_trigger and before check_trigger, and the trigger is not saved (save after check_trigger)"
+)
+
 
 def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
     """Save everything that an Accelerator's run needs to continue; called on all ranks together.
@@ -327,7 +331,8 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
         "custom_objects": len(accelerator._custom_objects),
         "local_sgd": session.local_sgd.capture(),
         "not_exact": session.not_exact
-        + [note for model in session.distributed_models() for note in unsaved_hook_states(model)],
+        + [note for model in session.distributed_models() for note in unsaved_hook_states(model)]
+        + ([_TRIGGERED] if accelerator.flag_tensor is not None and accelerator.flag_tensor.item() else []),
     }
     if session.interval is not None:
         about["interval"] = session.interval.schedule.state_dict()

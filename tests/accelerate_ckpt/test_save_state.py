@@ -112,6 +112,18 @@ def test_it_says_where_it_resumes_and_what_its_saves_cost(tmp_path: Path, caplog
     )
 
 
+def test_a_trigger_that_was_not_checked_yet_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(accelerator_of())
+    run.accelerator.set_trigger()
+    run.accelerator.save_state(tmp_path / "set")
+    assert run.accelerator.check_trigger()
+    run.accelerator.save_state(tmp_path / "checked")
+    for name in ("checked", "set"):
+        assert "set_trigger" not in caplog.text
+        Run(accelerator_of()).accelerator.load_state(tmp_path / name)
+    assert "this resume is not guaranteed to be exact: it was saved after set_trigger and before" in caplog.text
+
+
 def test_the_command_says_where_a_checkpoint_is_and_whether_it_is_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
