@@ -221,7 +221,8 @@ class PlainState:
             value = _decode(saved["value"], saved.get("device"))
             found = places.get(path)
             if found is not None:
-                if fingerprint(found.value) == fingerprint(value):
+                # of tensors on a device it does not tell their numbers
+                if "device" not in saved and fingerprint(found.value) == fingerprint(value):
                     continue
                 in_place = saved["in_place"] or saved.get("only_filled", False)
                 if not (in_place and _fill(found.value, value)):
@@ -235,13 +236,17 @@ class PlainState:
         return missing
 
 
-def small(value: Any, *, is_kept: bool = False) -> dict[str, Any] | None:
+def small(value: Any, *, is_kept: bool = False, waits: bool = True) -> dict[str, Any] | None:
     """Return a number, or numbers, for :meth:`PlainState.restore`; None for what is large, or more than numbers.
 
-    With ``is_kept``, a script is known to keep them for a while: tensors are taken too, and more items.
+    With ``is_kept``, a script is known to keep them for a while: tensors are taken too, and more items; only with
+    ``waits`` those on a device.
     """
     devices = set[str]()
     if not _is_of_numbers(value, devices, is_kept=is_kept) or len(devices) > 1:
+        return None
+    is_inside = not isinstance(value, torch.Tensor) and bool(devices - {"cpu"})
+    if is_inside and not (is_kept and waits):
         return None
     with contextlib.suppress(_TooMuch):
         left = [_KEPT_ITEMS, _KEPT_BYTES] if is_kept else [_SMALL_ITEMS, _SMALL_BYTES]

@@ -529,6 +529,7 @@ class ExactState(Live):
         changed, made = self._users.capture(
             in_epoch=phase not in ("between_epochs", "epoch_end"),
             ends=ends,
+            looks=looks,
             again=None if again is None else again.attributes,
             before=self._before if phase == "validation" else None,
         )

@@ -140,6 +140,7 @@ class UsersObjects(Live):
         *,
         in_epoch: bool = True,
         ends: bool = False,
+        looks: bool = True,
         again: Mapping[Place, Before] | None = None,
         before: Digests | None = None,
     ) -> tuple[Digests, dict[str, dict[str, Any]]]:
@@ -148,7 +149,8 @@ class UsersObjects(Live):
         Also return the attributes that training made, as far as they are numbers. What training has changed and no
         state holds is named, once. With ``in_epoch``, a resume continues an epoch, and does not begin the next one,
         whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that. ``again`` is
-        what :meth:`now` returned, and ``before`` the digests, before what a resume does again.
+        what :meth:`now` returned, and ``before`` the digests, before what a resume does again. Without ``looks``, lists
+        of what is on a device are left out: to read them waits for it.
         """
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
@@ -163,7 +165,8 @@ class UsersObjects(Live):
                 for path in [path for path in made if earlier.get(path) != changed[name][path]]:
                     made[path] = _as_before(found[name][path][1], again.get((name, path)))
                 changed[name] |= {path: fingerprint(value) for path, value in made.items() if value is not _UNKNOWN}
-            new = {p: small(value, is_kept=self._set_back.get((name, p), False)) for p, value in made.items()}
+            kept = {path for path in made if self._set_back.get((name, path), False)}
+            new = {path: small(value, is_kept=path in kept, waits=looks) for path, value in made.items()}
             made_by_steps[name] = {
                 path: {**value, "first": self._first(name, path)} for path, value in new.items() if value is not None
             }
@@ -173,7 +176,7 @@ class UsersObjects(Live):
             lost = []
             for path, digest in changed[name].items():
                 by_hooks = path in made or path in self._by_hooks_before.get(name, {})
-                if path in made_by_steps[name] or (not in_epoch and by_hooks):
+                if path in made_by_steps[name] or (not looks and path in kept) or (not in_epoch and by_hooks):
                     continue
                 look = (name, path, ends and path in new)  # whatever reads one that is not there fails
                 if start.get(path) != digest and made.get(path) != digest and look not in self._looked_at:
@@ -181,8 +184,8 @@ class UsersObjects(Live):
                     lost.append(path)
             if lost and self._trainer.is_global_zero:
                 values = self._plain[name].values()
-                kept = are_kept([(type(owner), path, values.get(path)) for path in lost])
-                named = [path for path, is_kept in zip(lost, kept, strict=True) if is_kept or (ends and path in new)]
+                stay = are_kept([(type(owner), path, values.get(path)) for path in lost])
+                named = [path for path, stays in zip(lost, stay, strict=True) if stays or (ends and path in new)]
                 self._looked_at.update((name, path, True) for path in named)
                 if named:
                     _warn_of(owner, name.partition(" ")[0], named)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckpt_core.state.changed_values import PlainState, fingerprint, small
+from tests.support.accelerators import SIMULATED, SimulatedAccelerator
 
 
 class Holder:
@@ -209,6 +210,23 @@ def test_a_dictionary_with_a_class_of_its_own_is_filled_and_never_made(value: An
     assert PlainState(nowhere).restore({"value": small(value, is_kept=True) or {}}) == ["value"]
     assert not hasattr(nowhere, "value")
     assert small(value) is None
+
+
+@pytest.mark.parametrize("accelerator", [SIMULATED], indirect=True)
+def test_what_is_on_a_device_comes_back_there(accelerator: SimulatedAccelerator) -> None:
+    source, target, device = Holder(), Holder(), accelerator.type
+    losses = [torch.full((), float(i), device=device) for i in range(500)]
+    source.value, source.inner = [losses, {"row": torch.ones(2, device=device)}], torch.full((1,), 3.0, device=device)
+    target.value, target.inner = [], torch.zeros(1, device=device)
+    PlainState(target).restore(
+        {n: {**(small(v, is_kept=True) or {}), "in_place": True} for n, v in vars(source).items()}
+    )
+    found, row = target.value
+    assert {one.device.type for one in (*found, row["row"], target.inner)} == {device}
+    assert (torch.stack(found).tolist(), row["row"].tolist(), target.inner.tolist()) == ([*range(500)], [1, 1], [3])
+    assert small(losses) is small(losses, is_kept=True, waits=False) is None
+    assert small([*losses, torch.ones(())], is_kept=True) is None, "nobody knows where the numbers belong"
+    assert small([{"loss": loss} for loss in losses], is_kept=True) is None, "each would be waited for"
 
 
 def test_of_what_a_script_keeps_tensors_are_captured_too_and_no_graph() -> None:
