@@ -1,4 +1,4 @@
-"""Saves of two ranks that overlap with training on the simulated device: DDP and FSDP2, over gloo through the host."""
+"""Saves of two ranks that overlap with training on the simulated device: DDP, FSDP2, HSDP and TP, over gloo."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from tests.simulated_device import find_compiler
 SCRIPT = """
 import os, sys, torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests import simulated_device
 from tests.simulated_device import ranks
 from ckpt_core import DirectoryCheckpointer, Kind, Part, RankGroup
@@ -36,14 +39,16 @@ class Training:
         model = model.to(device)
         if kind == "ddp":
             model = torch.nn.parallel.DistributedDataParallel(model)
+        elif kind == "tp":
+            model[1] = torch.nn.ReLU()
+            parallelize_module(model, init_device_mesh("simulated", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
         else:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-            mesh = init_device_mesh("simulated", (2,))
+            shape, names = ((2,), ("shard",)) if kind == "fsdp" else ((2, 1), ("replicate", "shard"))
+            mesh = init_device_mesh("simulated", shape, mesh_dim_names=names)
             for layer in (model[0], model[2]):
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=kind != "ddp")
         self.step(0)
         self.optimizer.zero_grad()
 
@@ -115,7 +120,7 @@ os._exit(0)  # gloo now and then aborts a process that has done all its work
 """
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp"])
 def test_every_rank_saves_the_state_of_its_step_and_resumes_from_it(
     fork_script: ScriptRunner, tmp_path: Path, kind: str, unavailable: Callable[[str], NoReturn]
 ) -> None:
