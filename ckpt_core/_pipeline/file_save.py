@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from ckpt_core._layouts.torch_file.archive import FileImage, StateLayout
 from ckpt_core._pipeline.save import Pipeline
 from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core.buffers import Move, StagingBuffer
 from ckpt_core.storage import Storage
 
 
@@ -84,12 +83,4 @@ class _Staged:
         self.staged_size = max(
             1, layout.region_size
         )  # each save has a buffer: how many there are limits how many saves
-        self._layout = layout
-
-    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        self._layout.fill_gaps(buffer)
-        yield from self._layout.pieces_in(buffer, nbytes)
-
-    def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[Move]:
-        self._layout.fill_gaps(buffer)
-        yield from self._layout.moves_in(buffer, nbytes)
+        self.pieces_in, self.moves_in = layout.pieces_in, layout.moves_in

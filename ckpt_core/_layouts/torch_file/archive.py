@@ -134,12 +134,19 @@ class FileImage:
         else:
             assert scratch is not None
             memory = scratch.memory[: end - begin]
-            self._assemble(begin, end, scratch)
+        position = begin
         for index in self._records_in(begin, end):
-            record = self._region.records[index]
+            record, header = self._region.records[index], self._region.headers[index]
+            _put(memory, begin, position, bytes(max(0, min(end, record.header_offset) - position)))
+            _put(memory, begin, record.header_offset, header)
             first, last = max(begin, record.offset), min(end, record.offset + record.size)
             if first < last:
+                if scratch is not None and self._staged is None:
+                    source = self._sources[index][first - record.offset : last - record.offset]
+                    _copy(source, scratch.tensor[first - begin : last - begin])
                 self._digests[index][first] = digest(memory[first - begin : last - begin])
+            position = max(position, min(end, record.offset + record.size))
+        _put(memory, begin, position, bytes(end - position))
         return memory
 
     def _records_in(self, begin: int, end: int) -> range:
@@ -150,23 +157,6 @@ class FileImage:
             for position in (begin, end - 1)
         )
         return range(first, min(last + 1, len(records)))
-
-    def _assemble(self, begin: int, end: int, scratch: Memory) -> None:
-        position = begin
-        for index in self._records_in(begin, end):
-            record, header = self._region.records[index], self._region.headers[index]
-            _put(scratch, begin, end, position, bytes(max(0, min(end, record.header_offset) - position)))
-            _put(scratch, begin, end, record.header_offset, header)
-            first, last = max(begin, record.offset), min(end, record.offset + record.size)
-            if first < last:
-                source = self._sources[index][first - record.offset : last - record.offset]
-                target = scratch.tensor[first - begin : last - begin]
-                if source.is_cpu:
-                    ctypes.memmove(target.data_ptr(), source.data_ptr(), last - first)
-                else:
-                    target.copy_(source)
-            position = max(position, min(end, record.offset + record.size))
-        _put(scratch, begin, end, position, bytes(end - position))
 
     def forget_sources(self) -> None:
         """Let go of the live tensors, all of which were taken."""
@@ -222,10 +212,18 @@ class FileImage:
         return refused_by_default(segments, self.region_size + len(tail), self._pickled)
 
 
-def _put(scratch: Memory, begin: int, end: int, position: int, data: bytes) -> None:
-    first, last = max(begin, position), min(end, position + len(data))
+def _put(memory: memoryview, begin: int, position: int, data: bytes) -> None:
+    """Write what there is of ``data``, which is at ``position`` of the file, into the window from ``begin`` on."""
+    first, last = max(begin, position), min(begin + len(memory), position + len(data))
     if first < last:
-        scratch.memory[first - begin : last - begin] = data[first - position : last - position]
+        memory[first - begin : last - begin] = data[first - position : last - position]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cpu:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+    else:
+        target.copy_(source)
 
 
 class StateLayout:
@@ -270,13 +268,6 @@ class StateLayout:
                 continue
             for begin in range(0, size, nbytes):
                 yield base + at + begin, source + begin, min(nbytes, size - begin), storage
-
-    def fill_gaps(self, buffer: StagingBuffer) -> None:
-        """Write what stands between the tensors into ``buffer``."""
-        position = 0
-        for gap, record in zip(self._region.gaps, [*self._region.records, None], strict=True):
-            buffer.memory[position : position + len(gap)] = gap
-            position = record.offset + record.size if record is not None else position
 
     def live_image(self) -> FileImage:
         """Return the image that takes the tensors' bytes from where they are, when they are written."""

@@ -419,6 +419,15 @@ def test_a_program_that_has_its_sparse_tensors_checked(tmp_path: Path) -> None:
         assert torch.sparse.check_sparse_tensor_invariants.is_enabled()
 
 
+def test_nothing_is_left_of_the_state_that_was_in_the_buffer_before(tmp_path: Path) -> None:
+    state = {"scalar": torch.tensor(1.0), "large": torch.ones(WINDOW // 4), "row": torch.ones(17)}
+    with Checkpointer() as checkpointer:
+        checkpointer.save({"w": torch.full((WINDOW + 9000,), 255, dtype=torch.uint8)}, tmp_path / "before.ckpt")
+        checkpointer.wait()
+        checkpointer.save(state, tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").read_bytes() == save(state, tmp_path / "b.ckpt", "sync").read_bytes()
+
+
 def test_tensors_that_get_another_shape_while_the_file_is_written(tmp_path: Path) -> None:
     """The pickle, which is made on the thread that writes, is of the moment of the save."""
     turned, emptied, trained = torch.arange(6.0).reshape(2, 3), torch.arange(3.0), torch.zeros(2)
