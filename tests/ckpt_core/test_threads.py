@@ -83,13 +83,15 @@ def test_an_error_of_the_jobs_themselves_is_raised() -> None:
 
 def test_an_interrupt_is_raised_only_when_no_thread_works_any_more() -> None:
     """The caller frees the memory and closes the file that the threads are writing from and to."""
-    main_is_done = threading.Event()
+    other_has_begun, main_is_done = threading.Event(), threading.Event()
     finished: list[str] = []
 
     def work(job: str) -> None:
         if threading.current_thread() is threading.main_thread():
+            assert other_has_begun.wait(200)  # before there is nothing left for it
             main_is_done.set()
             return
+        other_has_begun.set()
         assert main_is_done.wait(200)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
