@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import ckpt_core.checkpointer as checkpointer_module
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO
 from tests.conftest import LIGHTNING
-from tests.lightning_ckpt.reliable_cases import Callback, model_of, trainer_of
+from tests.lightning_ckpt.reliable_cases import Callback, GatedStorage, model_of, trainer_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
@@ -148,7 +149,9 @@ def test_a_failed_save_is_not_there_and_says_so_at_the_next_boundary(
     assert plugin.checkpointer.failures == len(TOUCHES)
 
 
-def test_paths_of_a_callback_are_read_without_waiting(slow: None, tmp_path: Path) -> None:
+def test_paths_of_a_callback_are_read_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatedStorage, "opened", threading.Event())
+    monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: GatedStorage())
     pending = []
 
     class Reads(Callback):
@@ -157,8 +160,11 @@ def test_paths_of_a_callback_are_read_without_waiting(slow: None, tmp_path: Path
             pending.append(trainer.strategy.checkpoint_io.checkpointer.is_pending(callback.best_model_path))
             assert callback.last_model_path
             pending.append(trainer.strategy.checkpoint_io.checkpointer.is_pending(callback.best_model_path))
+            GatedStorage.opened.set()
             assert load(callback.best_model_path) == trainer.global_step
             assert load(callback.last_model_path) == trainer.global_step
+            if trainer.global_step == 1:
+                GatedStorage.opened.clear()
 
     callback = ResumableCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
     callbacks: list[Any] = [callback, Reads()]
