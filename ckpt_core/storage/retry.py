@@ -152,7 +152,7 @@ class Retries:
         self._first_attempts = first_attempts
         self._patience = patience
         self._has_answered = False
-        self._failing_since, self._failed_at = 0.0, -float("inf")  # by time.monotonic()
+        self._failing_since, self._failed_at, self._told_at = 0.0, -float("inf"), -float("inf")  # by time.monotonic()
 
     @property
     def has_given_up(self) -> bool:
@@ -190,7 +190,9 @@ class Retries:
             if count >= most or self.has_given_up:
                 return False
             told = error.failure.message, error.failure.path
-            if error.is_first:  # the log needs it once, whatever is asked meanwhile
+            now = time.monotonic()
+            if error.is_first and now - self._told_at > _CALM:  # the log needs it once, whatever is asked meanwhile
+                self._told_at = now
                 logger.warning("%s (%s); trying again for at most %g s", *told, self._patience)
             else:
                 logger.info("%s (%s); trying again, %d of %d", *told, count, most - 1)

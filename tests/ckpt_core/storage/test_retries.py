@@ -105,7 +105,8 @@ class Request:
 
 
 @pytest.fixture
-def _no_pauses() -> Iterator[None]:
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("ckpt_core.storage.retry._CALM", 1e9)  # however slow the machine is
     stamina.set_testing(True, attempts=10, cap=True)
     yield
     stamina.set_testing(False)
@@ -163,6 +164,12 @@ class TestRetries:
             assert retries.has_given_up
         assert retries.call(Request(), described) == "done"
         assert not retries.has_given_up
+
+    def test_a_store_that_fails_now_and_then_gives_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        retries = Retries()
+        for _ in range(3):
+            assert retries.call(Request(TimeoutError()), described) == "done"
+        assert caplog.text.count("trying again for at most 300 s") == 1
 
     def test_a_client_that_repeats_by_itself_fails_as_long_as_it_takes(self) -> None:
         retries = Retries(patience=0.0)
