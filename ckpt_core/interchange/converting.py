@@ -30,7 +30,7 @@ from ckpt_core.interchange.model_files import holds_model, read_model, refuse_un
 from ckpt_core.interchange.streaming import DiskMemory, scratch_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
-from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
+from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, rest_of_fabric, whole
 from ckpt_core.storage import Storage, storage_for
 from ckpt_core.tiers import Tiers
 
@@ -112,6 +112,9 @@ def _parts(opened: DirectoryCheckpoint | Exported, empty: Any) -> dict[str, Any]
             found[name] = opened.load(name, map_location=empty)
         else:
             found[name] = [opened.load(name, rank=rank, map_location=empty) for rank in opened.ranks_with(name)]
+    rest = rest_of_fabric(opened)
+    if rest is not None:
+        return {**rest, **{name: {**found[name], **rest[name]} for name in found.keys() & rest.keys()}}
     root = found.get(ROOT)
     if isinstance(root, Mapping) and not root.keys() & (found.keys() - {ROOT}):
         del found[ROOT]

@@ -21,7 +21,7 @@ from ckpt_core.interchange.converting import load_whole
 from ckpt_core.interchange.model_files import holds_model, model_in, part_of_model
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import indexed
-from ckpt_core.state.trainer_parts import has_buffers_apart, rest_of
+from ckpt_core.state.trainer_parts import buffers_apart
 from ckpt_core.storage import storage_for
 from ckpt_core.tree import tensors
 
@@ -223,7 +223,6 @@ class _Directory:
         self._opened = opened
         self._part = part or part_of_model(opened.parts)
         self.is_ordered = not opened.metadata.get(_ACCELERATE, {}).get("of_stock", False)
-        self._whole: dict[str, torch.Tensor] = {}
         if self._part not in opened.parts:
             raise CheckpointFormatError(
                 f"the checkpoint has no part {self._part!r}: it has {', '.join(sorted(opened.parts))}",
@@ -235,9 +234,8 @@ class _Directory:
             name: torch.empty(info.shape, dtype=info.dtype, device="meta")
             for name, info in opened.parts[self._part].tensors.items()
         }
-        if has_buffers_apart(opened, self._part):
-            self._whole = dict(rest_of(opened)[1])
-            self.model.update(self._whole)
+        self._whole = buffers_apart(opened, self._part)
+        self.model.update(self._whole)
         self.buffers = frozenset(self._whole)
 
     def optimizer(self, index: int) -> Any:

@@ -41,7 +41,7 @@ from ckpt_core.interchange.flat_names import ROOT
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
 from ckpt_core.interchange.unconnected_save import Chunk, save_alone
 from ckpt_core.paths import StrPath
-from ckpt_core.state.trainer_parts import has_buffers_apart, rest_of
+from ckpt_core.state.trainer_parts import buffers_apart
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 from ckpt_core.storage.base import MANIFEST_NAME
 
@@ -124,9 +124,7 @@ def tensors_of(path: str, part: str | None, storage: Storage) -> Iterator[dict[s
         loads = [functools.partial(batches.load, where) for where, _ in wanted]
         keys = [key_of(where) for where, _ in wanted]
         found = {key: _Tensor(info, load) for key, info, load in zip(keys, infos, loads, strict=True)}
-        if has_buffers_apart(checkpoint, name):
-            found |= _in_memory(rest_of(checkpoint)[1])
-        yield found
+        yield found | _in_memory(buffers_apart(checkpoint, name))
 
 
 def _tensors_of_file(path: str, part: str | None, storage: Storage) -> dict[str, _Tensor]:

@@ -1,4 +1,4 @@
-"""What Lightning's Trainer collects for a checkpoint, as the parts of a directory checkpoint, and back.
+"""What Lightning's Trainer and Fabric collect for a checkpoint, as the parts of a directory checkpoint, and back.
 
 Names of keys only: Lightning need not be installed to convert one layout into the other.
 """
@@ -15,6 +15,7 @@ from ckpt_core.state.kinds import Kind, Part, indexed
 _MODEL = "model"
 _REST = "trainer"
 _GRADIENTS = "gradients"
+_FABRIC = "fabric"
 # in the Trainer's checkpoint: gradients of an open accumulation window, of which each rank has its own
 GRADIENTS_KEY = "lightning_ckpt_gradients"
 
@@ -82,9 +83,22 @@ def is_of_trainer(opened: Any) -> bool:
     return {_MODEL, _REST, _GRADIENTS} <= set(opened.parts)
 
 
-def has_buffers_apart(opened: Any, part: str) -> bool:
-    """Return whether a part is the model of a Trainer, whose buffers are with the rest (:func:`rest_of`)."""
-    return part == _MODEL and is_of_trainer(opened)
+def rest_of_fabric(opened: Any) -> dict[str, Any] | None:
+    """Return what Fabric keeps of rank 0, the buffers by the names of the parts; None if it is not Fabric's."""
+    part = opened.parts.get(_FABRIC)
+    if part is None or part.kind != Kind.PER_RANK.value:
+        return None
+    rest = opened.load(_FABRIC, rank=0)
+    is_whole = isinstance(rest, Mapping) and rest.keys() >= opened.parts.keys() - {_FABRIC}
+    return dict(rest) if is_whole else None
+
+
+def buffers_apart(opened: Any, part: str) -> dict[str, Any]:
+    """Return the buffers of a model that a Trainer or Fabric has saved: those of rank 0, which are not in the part."""
+    if part == _MODEL and is_of_trainer(opened):
+        return rest_of(opened)[1]
+    found = (rest_of_fabric(opened) or {}).get(part)
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def whole(

@@ -125,3 +125,44 @@ def test_what_one_rank_of_fabric_cannot_save_does_not_leave_the_other_waiting(
 ) -> None:
     done = fork_script(SPOILED, tmp_path, modules=LIGHTNING, ranks=2)
     assert done.stdout.count("DONE") == 8
+
+
+EXPORTED = """
+import os, sys, torch
+import safetensors.torch
+from lightning.fabric import Fabric
+from ckpt_core import load_into
+from ckpt_core.cli import main
+from lightning_ckpt import ShardedCheckpointIO
+
+os.chdir(sys.argv[1])
+
+def work(fabric, seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    return fabric.setup(model, torch.optim.Adam(model.parameters()))
+
+fabric = Fabric(accelerator="cpu", devices=1, plugins=[ShardedCheckpointIO(mode="sync")])
+model, optimizer = work(fabric, 0)
+fabric.backward(model(torch.randn(5, 4)).square().mean())
+optimizer.step()
+fabric.save("saved", {"model": model, "optimizer": optimizer, "step": 3})
+wanted = model.state_dict()
+for layout in ("file", "safetensors", "dcp", "accelerate"):
+    assert main(["convert", "-q", "saved", layout, "--to", layout]) == 0
+for name in ("saved", "file", "safetensors", "dcp", "accelerate"):
+    found = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    assert set(load_into(name, found).taken) == set(wanted), name
+    assert all(torch.equal(value, wanted[key]) for key, value in found.state_dict().items()), name
+stock = Fabric(accelerator="cpu", devices=1)
+model, optimizer = work(stock, 1)
+state = {"model": model, "optimizer": optimizer, "step": 0}
+assert stock.load("file", state) == {} and state["step"] == 3
+assert all(torch.equal(value, wanted[key]) for key, value in model.state_dict().items())
+assert optimizer.state_dict()["state"][0]["step"] == 1
+print("DONE")
+"""
+
+
+def test_conversions_of_what_fabric_saved_have_the_buffers(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    assert fork_script(EXPORTED, tmp_path, modules=LIGHTNING).stdout.count("DONE") == 1
