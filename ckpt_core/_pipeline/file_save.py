@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from ckpt_core._layouts.torch_file.archive import FileImage, StateLayout
 from ckpt_core._pipeline.save import Pipeline
@@ -40,7 +37,7 @@ class FileSave:
 
     def take(self, snapshot: Snapshot) -> None:
         self._layout = layout = StateLayout(self._state)
-        snapshot.take(_Staged(layout))
+        snapshot.take(layout)
         if snapshot.buffer is None:
             self._image = layout.live_image()
         else:
@@ -73,14 +70,3 @@ class FileSave:
 
     def close(self) -> None:
         self._state = self._layout = self._image = None
-
-
-class _Staged:
-    """A state's tensors in a buffer, as they are in the file."""
-
-    def __init__(self, layout: StateLayout) -> None:
-        self.tensors: Sequence[torch.Tensor] = layout.tensors
-        self.staged_size = max(
-            1, layout.region_size
-        )  # each save has a buffer: how many there are limits how many saves
-        self.pieces_in, self.moves_in = layout.pieces_in, layout.moves_in

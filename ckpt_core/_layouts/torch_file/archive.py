@@ -239,6 +239,11 @@ class StateLayout:
         self.region_size = self._region.size
 
     @property
+    def staged_size(self) -> int:
+        """Bytes of the buffer for all of them, never 0: how many buffers there are limits how many saves."""
+        return max(1, self.region_size)
+
+    @property
     def _storages(self) -> list[torch.UntypedStorage]:
         return self._table.storages[: len(self._region.records)]
 
