@@ -341,8 +341,9 @@ def forged(owner: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 @pytest.mark.usefixtures("quick")
 def test_a_lease_of_another_machine_counts_when_it_is_renewed(
-    backend: str, server_of: ServerOf, caplog: pytest.LogCaptureFixture
+    backend: str, server_of: ServerOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lease, "ALIVE_SECONDS", 60.0)  # nobody dies here, however long a request takes
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
     options = {**server.options, "backend": backend}
