@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate_ckpt._data.position import LoaderPosition
+from accelerate_ckpt._data.position import BETWEEN, LoaderPosition
 from accelerate_ckpt._data.scripts_that_skip import Uses
 from accelerate_ckpt._private import data as private_data
 from accelerate_ckpt._recording import Fetched, Recording
@@ -210,6 +210,8 @@ class LoaderPositions:
     def _give(self, number: int, position: LoaderPosition) -> None:
         saved, rng = self._waiting.pop(number), self._restored_rng
         assert rng is not None
+        if not position.was_there:
+            saved = _with_new_workers(saved)
         problem = position.problem(saved)
         if problem is not None:
             self._causes.append(problem)
@@ -464,7 +466,7 @@ class LoaderPositions:
         for number, position in enumerate(positions):
             if position is None:
                 continue
-            position.is_restored = False
+            position.is_restored, position.was_there = False, True
             if number in self._waiting and rolls_back and not position.loader.use_stateful_dataloader:
                 position.offer(self._waiting.pop(number))
                 self.leaves_loaders = True
@@ -477,3 +479,11 @@ class LoaderPositions:
         self._rng_of_save = rng if has_own and rank < saved_world_size else derive_rng(rng, rank)
         self._rng_of_save.restore()
         return is_exact
+
+
+def _with_new_workers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a position between two epochs for a loader that is made after the load, as one for each epoch is."""
+    between = saved["between"]
+    if saved["phase"] != BETWEEN or not between.get("workers"):
+        return saved
+    return {**saved, "between": {**between, "passes": 0, "workers": []}}

@@ -102,6 +102,7 @@ class LoaderPosition:
         self.loader = loader
         self.habit = Habit(run.uses)
         self.is_restored = self.repeats = False
+        self.was_there = False  # whether the loader was prepared before a load
         self.outlasted_by: dict[LoaderPosition, int] = {}
         self.resumes_training = False  # whether the run was resumed, and trains on batches of this loader
         self.fetches: Fetched | None = None

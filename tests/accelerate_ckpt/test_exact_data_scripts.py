@@ -564,3 +564,34 @@ def test_a_script_that_leaves_out_whole_epochs_by_itself_resumes_in_the_third() 
     saves = 2 * STEPS + 2
     whole, saved = train(Run(), 0, saves)
     assert train(Run(seed=2).restore(saved), saves, 0)[0] == whole[saves:]
+
+
+class Drawing(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws from the generator of its process."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(())
+
+
+def test_a_loader_that_is_prepared_for_each_epoch_has_new_workers() -> None:
+    def train(run: Run, epochs: int) -> tuple[list[Any], dict[str, Any]]:
+        found, saved = list[Any](), {}
+        assert run.positions is not None
+        for _ in range(epochs):
+            made = DataLoader(Drawing(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+            for batch in run.accelerator.prepare(made, None)[0]:
+                run.positions.uses.backward()
+                found.append(batch.tolist())
+            saved = saved or run.capture()
+        return found, saved
+
+    def run_of(seed: int) -> Run:
+        run = Run(seed)
+        run.accelerator._dataloaders.clear()
+        return run
+
+    whole, saved = train(run_of(1), 2)
+    assert train(run_of(2).restore(saved), 1)[0] == whole[2:]
