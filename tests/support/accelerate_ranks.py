@@ -52,7 +52,7 @@ class Ranks(ScriptServer):
     """Runs cases, one after the other, on ranks that are forked for each."""
 
     def run(
-        self, body: str, world_size: int, *, timeout: float = 200.0, real_exit: bool = False, **names: Any
+        self, body: str, world_size: int, *, timeout: float = 280.0, real_exit: bool = False, **names: Any
     ) -> list[RankResult]:
         """Run ``body`` on ``world_size`` ranks, each a process of its own; return what each came to.
 
