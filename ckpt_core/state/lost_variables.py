@@ -28,6 +28,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 
 from ckpt_core.state.code_origin import is_library, is_users_file
@@ -401,25 +402,43 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     ]
 
 
-def are_set_back(values: Sequence[tuple[type, str, Any, str]], *, but: Collection[str] = ()) -> list[bool]:
-    """Return which values methods of their object's class set back again and again, as when an epoch ends.
+def are_set_back(values: Sequence[tuple[Collection[type], str, Any, str]], *, but: Collection[str] = ()) -> list[bool]:
+    """Return which values methods set back again and again, as when an epoch ends, or make anew with what has them.
 
     Args:
-        values: Class of each object, name of the attribute, value, and fingerprint of what it was at first.
+        values: Of each value the classes whose methods count, the path of attributes, itself, and fingerprint of what
+            it was at first.
         but: The names of methods that run once.
     """
     if not values:
         return []
-    held = [_Held("", VALUE, f"self.{name}", None, value, owner) for owner, name, value, _ in values]
+    held = [_Held("", VALUE, f"self.{path}", None, value, kind) for kinds, path, value, _ in values for kind in kinds]
     source = _source_of(held)
     return [_is_set_back(source, *one, but) for one in values]
 
 
-def _is_set_back(source: Source, owner: type, name: str, value: Any, first: str, but: Collection[str]) -> bool:
-    by = source.set_back_by(f".{name}", value, first).difference(but)
-    methods = [vars(kind).get(method) for kind in owner.__mro__ if not is_library(kind) for method in by]
-    functions = [inspect.unwrap(method) for method in methods if isinstance(method, types.FunctionType)]
-    return any(name in one.__code__.co_names for one in functions if isinstance(one, types.FunctionType))
+def _is_set_back(
+    source: Source, kinds: Collection[type], path: str, value: Any, first: str, but: Collection[str]
+) -> bool:
+    *ahead, name = path.split(".")
+    by = {name: source.set_back_by(f".{name}", value, first), **{each: source.made_by(f".{each}") for each in ahead}}
+    bases = {base for kind in kinds for base in kind.__mro__ if not is_library(base)}
+    in_place = isinstance(value, (*CONTAINERS, torch.Tensor, np.ndarray))
+    return any(
+        _sets(vars(base).get(method), each, in_place=in_place and each == name)
+        for each in by
+        for method in by[each].difference(but)
+        for base in bases
+    )
+
+
+def _sets(method: object, name: str, *, in_place: bool) -> bool:
+    function = inspect.unwrap(method) if isinstance(method, types.FunctionType) else None
+    if not isinstance(function, types.FunctionType) or name not in function.__code__.co_names:
+        return False
+    return in_place or any(
+        step.opcode == _STORE_ATTR and step.argval == name for step in dis.get_instructions(function.__code__)
+    )
 
 
 def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:

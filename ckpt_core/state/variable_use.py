@@ -41,7 +41,7 @@ _MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "O
 _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
 _CONSTANTS = _MAKES | {"float", "int", "math", "np", "numpy", "torch", "collections", "inf"}
-_ANY = "any"
+_ANY, _MADE = "any", "made"
 CONTAINERS = (dict, list, tuple, set, collections.deque)
 _SHORT = 256
 
@@ -127,6 +127,10 @@ class Source:
 
         found = self._reader.resets.get(name, ())
         return {by for to, by, is_sure in found if by and is_back(to, is_sure=is_sure)}
+
+    def made_by(self, name: str) -> set[str]:
+        """Return the names of the functions that make an object anew, unconditionally, and not with its owner."""
+        return {by for to, by, is_sure in self._reader.resets.get(name, ()) if by and to == _MADE and is_sure}
 
     def is_set_to_a_literal(self, name: str) -> bool:
         """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
@@ -269,11 +273,12 @@ class _Reader(ast.NodeVisitor):
         if inner.resets:
             self.set_by_steps.add(name)
         literal = None if updates or value is None else _literal(value)
-        if literal is not None and inner.resets:
-            self.set_to.add(name)
+        is_made = not updates and literal is None and isinstance(value, ast.Call)
+        if inner.resets and (literal is not None or is_made):
+            self.set_to |= {name} if literal is not None else set()
             is_outside = self._is_running or not self._functions
             function = None if is_outside else self._functions[-1][0].partition(":")[0]
-            self.resets[name].add((literal, function, is_sure))
+            self.resets[name].add((literal or _MADE, function, is_sure))
 
     @contextlib.contextmanager
     def _within(self, **place: Any) -> Iterator[None]:
@@ -348,6 +353,8 @@ class _Reader(ast.NodeVisitor):
             self._reads(f"{owner}[{key}]")
         if called in _EMPTIES:
             self._stores(owner, node.func)
+        elif called in ("fill", "fill_") and len(node.args) == 1 and _literal(node.args[0]) is not None:
+            self._stores(owner, node.args[0])
         elif changes:
             self._stores(owner, None, updates=True)
         elif called == "reset":
@@ -408,7 +415,7 @@ class _Reader(ast.NodeVisitor):
                 with self._reading(self.decides if into is None else found):
                     self.visit(index)
                 self._flow(found, set() if into is None else {into})
-            is_part = isinstance(target, ast.Subscript) and _key(target) is None
+            is_part = isinstance(target, ast.Subscript) and _key(target) is None and not _is_emptied(target, one)
             if not (is_part and not updates):
                 self._stores(self._name(target), one, updates=updates)
             elif (name := self._name(target)) is not None:
@@ -541,6 +548,13 @@ def _literal(node: ast.AST) -> str | None:
         node = ast.List(parts, ast.Load())  # type: ignore[arg-type]
     names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     return _ANY if names <= _CONSTANTS else None
+
+
+def _is_emptied(target: ast.Subscript, value: ast.AST) -> bool:
+    """Whether all items are set to constants."""
+    index = target.slice
+    is_whole = isinstance(index, ast.Slice) and index.lower is index.upper is index.step is None
+    return is_whole and _literal(value) is not None
 
 
 def _fingerprints(mark: str) -> set[str]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -39,6 +40,7 @@ _NUMBERS = (bool, int, float, type(None))
 _FOLLOWED_VALUES = (*_NUMBERS, list, torch.Tensor)
 _A_NUMBER = 16  # bytes
 _CONTAINERS = (list, dict, set, deque)
+_ARRAYS = (np.ndarray, np.generic)
 # what these set is set once in a run
 _ONCE = """
     prepare_data configure_model configure_optimizers configure_callbacks on_fit_start on_sanity_check_start
@@ -73,6 +75,7 @@ class UsersObjects(Live):
         self._by_hooks: Digests = {}
         self._by_hooks_before: Digests = {}  # in the run that is resumed from
         self._copies: dict[str, dict[str, Any]] = {}
+        self._to_come: dict[str, dict[str, Any]] = {}  # what is in objects that hooks make
         self._looked_at: set[tuple[str, str, bool]] = set()
         self._put_back: dict[Place, str] = {}  # with fingerprints of what they were at first
         self._set_back: dict[Place, bool] = {}  # whether the source sets it back, for those that steps have changed
@@ -210,7 +213,8 @@ class UsersObjects(Live):
         return (is_new or (name, path) in self._put_back or self._set_back.get((name, path), False)) and not by_hook
 
     def _first(self, name: str, path: str) -> str:
-        return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, ""))
+        made = self._by_hooks.get(name, {}).get(path, "")
+        return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, made))
 
     def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
         """Find out what the source sets back; other numbers may have been meant otherwise, and lists be records."""
@@ -220,11 +224,12 @@ class UsersObjects(Live):
             for path, (_, found) in values.items()
             if (name, path) not in self._set_back
         }
-        values: dict[Place, tuple[type, str, Any, str]] = {}
+        values: dict[Place, tuple[tuple[type, type], str, Any, str]] = {}
         for (name, path), found in new.items():
             holder = _holder(self._owners[name], path) if isinstance(found.holder, dict) else None
-            if holder is not None and isinstance(found.value, (torch.Tensor, *_NUMBERS, *_CONTAINERS)):
-                values[name, path] = (type(holder), found.key, found.value, self._first(name, path))
+            if holder is not None and isinstance(found.value, (torch.Tensor, *_ARRAYS, *_NUMBERS, *_CONTAINERS)):
+                kinds = (type(holder), type(self._owners[name]))
+                values[name, path] = (kinds, path, found.value, self._first(name, path))
         self._set_back.update(zip(values, are_set_back([*values.values()], but=_RUN_ONCE), strict=True))
         self._set_back.update({place: False for place in new if place not in values})
         self._followed = {place: where for place, where in self._followed.items() if self._set_back.get(place, True)}
@@ -253,6 +258,7 @@ class UsersObjects(Live):
                         missing[path] = {**value, "in_place": True}
                 self._plain[name].restore(missing)
                 self._put_back |= {(name, path): value.get("first", "") for path, value in missing.items()}
+                self._to_come[name] = {path: value for path, value in values.items() if path not in (missing | now)}
 
     def before_hooks(self, saved: Mapping[str, Mapping[str, str]]) -> None:
         """Remember what a checkpoint has brought back, before hooks change it again."""
@@ -268,7 +274,12 @@ class UsersObjects(Live):
         """Put back what was as it was saved."""
         for name, values in self._copies.items():
             self._plain[name].restore(values)
-        self._copies = {}
+        for name, values in self._to_come.items():
+            now = self._plain[name].digests()
+            made = {path: {**v, "in_place": True} for path, v in values.items() if now.get(path) == v.get("first")}
+            self._plain[name].restore(made)
+            self._put_back |= {(name, path): value["first"] for path, value in made.items()}
+        self._copies, self._to_come = {}, {}
 
     def differences(
         self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None, *, steps_make_anew: bool = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import types
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,54 @@ class SetsBackAtTheEnd(Model):
         self.by_name.clear()
 
 
+@dataclasses.dataclass
+class Sums:
+    loss: float = 0.0
+    steps: int = 0
+
+
+class SetsBackWhatObjectsHave(Model):
+    """Sets back fields of other objects, arrays, and makes objects anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.meter = Sums(), Meter()
+        self.names = types.SimpleNamespace(steps=0)
+        self.bins, self.last = np.zeros(2), np.float32(0)
+        self.matrix = torch.zeros(2, 2)
+        self.labels: Counter[int] = Counter()
+
+    def on_train_epoch_start(self) -> None:
+        self.made_by_hook = Meter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.sums.loss += loss.item()
+        self.sums.steps += 1
+        self.names.steps += 2
+        self.meter.add(loss.item())
+        self.made_by_hook.add(loss.item())
+        self.bins[batch_idx % 2] += loss.item()
+        self.last = self.last + np.float32(loss.item())
+        self.matrix[batch_idx % 2] += loss.item()
+        self.labels.update([batch_idx % 3])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        means = [one.sum / one.count for one in (self.meter, self.made_by_hook)]
+        means += [self.sums.loss / self.sums.steps, self.names.steps, self.bins[1], self.last, self.labels[1]]
+        for number, mean in enumerate((*means, self.matrix[1].sum())):
+            self.log(f"mean{number}", float(mean))
+        self.sums.loss, self.sums.steps = 0.0, 0
+        self.names = types.SimpleNamespace(steps=0)
+        self.meter = Meter()
+        self.bins[:] = 0
+        self.last = np.float32(0)
+        self.matrix.zero_()
+        self.labels.clear()
+
+
 class SetsBackAtTheStart(SetsBackAtTheEnd):
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +337,7 @@ class SetsBackAtTheStart(SetsBackAtTheEnd):
 
 
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
-@pytest.mark.parametrize("model", [SetsBackAtTheEnd, SetsBackAtTheStart])
+@pytest.mark.parametrize("model", [SetsBackAtTheEnd, SetsBackAtTheStart, SetsBackWhatObjectsHave])
 def test_what_an_epoch_sets_back_is_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(model), tmp_path, at)
     assert not said
