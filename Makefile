@@ -42,6 +42,8 @@ demo: $(READY)
 # time is waiting for processes to start, so three files run at a time, in the order that tests/conftest.py gives them.
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
+# The processes that tests start would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 check test test-all coverage: export OMP_NUM_THREADS = 1
 check: $(READY)
 	$(BIN)/ruff format --check --quiet .
