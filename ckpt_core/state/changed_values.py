@@ -170,9 +170,9 @@ class PlainState:
         }
         return {path: one for path, one in changed.items() if self._known.get(path, ("", None))[0] != one[0]}
 
-    def in_attributes(self, kinds: Collection[type]) -> list[Found]:
+    def in_attributes(self, kinds: tuple[type, ...]) -> list[Found]:
         """Return the values of some types that attributes of objects are."""
-        return [found for found in self._found() if type(found.value) in kinds and isinstance(found.holder, dict)]
+        return [found for found in self._found() if isinstance(found.value, kinds) and isinstance(found.holder, dict)]
 
     def without_records(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Leave out whole numbers, and lists of numbers and texts: most often they only tell what has happened."""

@@ -638,4 +638,11 @@ def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:
         with contextlib.suppress(OSError):
             left -= os.path.getsize(file)
             some += [file] if left > 0 else []
-    return Source(some, running, waits=watched is not None and watched.waits)
+    running = {one for one in running if one[0] in some}
+    return _read(tuple(some), frozenset(running), watched is not None and watched.waits)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(files: tuple[str, ...], running: frozenset[tuple[str, str, int]], waits: bool) -> Source:
+    # one save asks twice
+    return Source(files, running, waits=waits)

@@ -37,7 +37,7 @@ _UNKNOWN = object()
 _EMPTY = {fingerprint(kind()) for kind in (list, dict, set, deque)}
 _SCALARS = (bool, int, float, str, type(None))  # None also for what there is not yet
 _NUMBERS = (bool, int, float, type(None))
-_FOLLOWED_VALUES = (*_NUMBERS, list, torch.Tensor)
+_FOLLOWED_VALUES = (*_NUMBERS, np.generic, list, torch.Tensor)
 _A_NUMBER = 16  # bytes
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (np.ndarray, np.generic)
@@ -134,6 +134,8 @@ class UsersObjects(Live):
                 before[place] = (holder, value, 0)
             elif kind is torch.Tensor and _is_number(value):
                 before[place] = (holder, value.detach(), value._version)
+            elif isinstance(value, np.generic):
+                before[place] = (holder, value, 0)
         return before
 
     # ---- at a save ---------------------------------------------------------------------------------------------------
@@ -250,9 +252,7 @@ class UsersObjects(Live):
         for name, values in made.items():
             if name in self._plain:
                 owner, now = self._owners[name], self._plain[name].digests()
-                missing = {
-                    path: value for path, value in values.items() if "." not in path and not hasattr(owner, path)
-                }
+                missing = {path: value for path, value in values.items() if "." not in path and _lacks(owner, path)}
                 for path, value in values.items():
                     if path in now and (now[path] in _EMPTY or now[path] == value.get("first")):
                         missing[path] = {**value, "in_place": True}
@@ -317,8 +317,8 @@ class UsersObjects(Live):
 
 def _as_before(found: Found, before: Before | None) -> Any:
     """Return what a value was; something that is not captured if it is not known."""
-    if before is None:  # what training makes is most often set by each step
-        return _UNKNOWN if isinstance(found.value, (torch.Tensor, *_CONTAINERS)) else found.value
+    if before is None:
+        return _UNKNOWN
     holder, value, changes = before
     if holder is not found.holder or (isinstance(value, torch.Tensor) and value._version != changes):
         return _UNKNOWN
@@ -331,6 +331,11 @@ def _is_number(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one number: a reference to a large one, of which it may be a part, would take memory."""
     is_one = tensor.numel() == 1 and tensor.layout == torch.strided
     return is_one and tensor.untyped_storage().nbytes() <= _A_NUMBER
+
+
+def _lacks(owner: Any, name: str) -> bool:
+    """Whether an object has no attribute of its own: perhaps its class has what it begins with."""
+    return not hasattr(owner, name) or (hasattr(type(owner), name) and name not in vars(owner))
 
 
 def _holder(owner: Any, path: str) -> Any:

@@ -231,6 +231,8 @@ class Meter:
 class SetsBackAtTheEnd(Model):
     """Has numbers of an epoch in every way, without which its end would fail."""
 
+    of_class = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.total, self.steps = 0.0, 0
@@ -251,6 +253,7 @@ class SetsBackAtTheEnd(Model):
         self.sums["loss"] += loss.item()
         self.sums["steps"] += 1
         self.by_name["loss"].append(loss)
+        self.of_class += 1
         self.of_three += loss.item()
         if batch_idx % 3 == 2:
             self.log("of three", self.of_three)
@@ -261,7 +264,7 @@ class SetsBackAtTheEnd(Model):
         super().on_train_epoch_end()
         meter, stacked = self.meters["loss"], torch.stack(self.by_name["loss"])
         means = [self.total / self.steps, meter.sum / meter.count, self.sums["loss"] / self.sums["steps"]]
-        means += [self.on_device.item() / self.steps, self.in_place.item() / self.steps, stacked.mean().item()]
+        means += [self.on_device.item() / self.steps, self.in_place.item() / self.of_class, stacked.mean().item()]
         for number, mean in enumerate(means):
             self.log(f"mean{number}", mean)
         self.set_back()
@@ -274,6 +277,7 @@ class SetsBackAtTheEnd(Model):
         self.meters["loss"].reset()
         self.sums = {"loss": 0.0, "steps": 0}
         self.by_name.clear()
+        self.of_class = 0
 
 
 @dataclasses.dataclass
@@ -364,7 +368,8 @@ class Interrupted(SetsBackAtTheEnd):
         self.steps += 1
         self.on_device = self.on_device + loss.detach()
         self.meters["loss"].add(loss.item())
-        return loss * self.in_step
+        self.last = getattr(self, "last", np.float32(0)) + np.float32(1)
+        return loss * self.in_step * float(self.last)
 
     def on_train_epoch_end(self) -> None:
         Model.on_train_epoch_end(self)
