@@ -67,6 +67,7 @@ def protect() -> None:
     for number in ENDING:
         if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
             _read_signals()
+            _threads[0].catch_up()  # what came before was for a handler that has gone, as that of a preemption
             signal.signal(number, _handle)
 
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 #: What ends a process, unless it is handled.
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
-_END = 0  # the number of no signal
+_END, _ASKS = 0, 255  # the numbers of no signals
 _LONGEST_END = 10.0  # seconds
 _living: list[SignalThread] = []
 _mask = threading.local()
@@ -37,6 +37,7 @@ class SignalThread:
     def __init__(self, heard: Callable[[int], None], in_child: Callable[[], None] = lambda: None) -> None:
         self.in_child = in_child
         self._heard = heard
+        self._asked = self._answered = 0
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
         self._thread = threading.Thread(target=self._read, name="ckpt-signals", daemon=True)
@@ -49,6 +50,15 @@ class SignalThread:
         before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         if before not in (-1, self._writes):
             signal.set_wakeup_fd(before)
+
+    def catch_up(self) -> None:
+        """Return when it has heard all signals of before, as which handler was there for them is soon not known."""
+        self._asked += 1
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writes, bytes([_ASKS]))
+            deadline = time.monotonic() + _LONGEST_END
+            while self._answered < self._asked and self._thread.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.001)  # no lock: a handler may have interrupted this
 
     def close(self) -> None:
         """Hear none any more, and return when the thread has ended, or is at something that does not end."""
@@ -67,7 +77,10 @@ class SignalThread:
     def _read(self) -> None:
         while numbers := os.read(self._reads, 64):
             for number in numbers.partition(bytes([_END]))[0]:
-                self._heard(number)
+                if number == _ASKS:
+                    self._answered += 1
+                else:
+                    self._heard(number)
             if _END in numbers:
                 break
         os.close(self._reads)

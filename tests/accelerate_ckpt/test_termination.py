@@ -105,6 +105,27 @@ def test_handlers_of_the_script_are_called_and_may_call_ours(ranks: Ranks, tmp_p
     assert is_saved(tmp_path / "saved")
 
 
+def test_a_signal_that_another_handler_got_is_not_taken_for_ours_later(ranks: Ranks, tmp_path: Path) -> None:
+    body = f"""{CASES}
+    from accelerate_ckpt import _termination
+
+    def late():
+        (thread,) = _termination._threads
+        hears = thread._heard
+        thread._heard = lambda number: (time.sleep(0.5), hears(number))  # on a busy machine
+        _termination.unprotect(["SIGTERM"])
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        end()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        protect()
+        thread.catch_up()
+        os._exit(7 if _termination._ending.since is None else 8)
+    tell(status=status_of(save_and(late)))
+    """
+    (result,) = ranks.run(body, 1, saved=str(tmp_path / "saved"))
+    assert result.told == {"status": 7}
+
+
 def test_ctrl_c_after_sigterm_ends_at_once(ranks: Ranks, tmp_path: Path) -> None:
     no_exception = "signal.signal(signal.SIGINT, lambda *_: None)"
     case = f"save_and(lambda: ({no_exception}, end(), time.sleep(0.5), end(signal.SIGINT), wait_in_c()), seconds=60)"

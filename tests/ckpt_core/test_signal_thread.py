@@ -34,6 +34,29 @@ def test_the_thread_has_ended_when_it_was_closed() -> None:
     assert "ckpt-signals" not in [each.name for each in threading.enumerate()]
 
 
+def test_what_came_before_has_been_heard_when_it_has_caught_up() -> None:
+    heard: list[int] = []
+    goes_on = threading.Event()
+
+    def late(number: int) -> None:
+        goes_on.wait()
+        heard.append(number)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    thread = SignalThread(late)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        threading.Timer(0.2, goes_on.set).start()
+        thread.catch_up()
+        assert heard == [signal.SIGUSR1]
+        thread.catch_up()
+        assert heard == [signal.SIGUSR1]
+    finally:
+        goes_on.set()
+        thread.close()
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_the_thread_ends_where_another_process_has_its_pipe() -> None:
     thread = SignalThread(lambda _: None)
     copy = os.dup(thread._writes)  # as a child that a C library has forked
