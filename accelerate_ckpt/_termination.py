@@ -64,11 +64,11 @@ def protect() -> None:
     """Let signals that end this process wait for its saves, where their disposition is the default."""
     if os.name != "posix" or threading.current_thread() is not threading.main_thread():
         return
-    for number in ENDING:
-        if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
-            _read_signals()
-            _threads[0].catch_up()  # what came before was for a handler that has gone, as that of a preemption
-            signal.signal(number, _handle)
+    ours = [each for each in ENDING if signal.getsignal(each) is signal.SIG_DFL and not _is_caught(each)]
+    if ours:
+        _read_signals()
+    for number in ours:
+        signal.signal(number, _handle)
 
 
 def unprotect(names: Iterable[str] | None = None) -> None:
@@ -98,6 +98,7 @@ def _is_caught(number: int) -> bool:
 def _read_signals() -> None:
     if _threads:
         _threads[0].listen()
+        _threads[0].catch_up()  # what came before was for a handler that has gone, as that of a preemption
     else:
         _threads.append(SignalThread(_heard, _in_child))
 

@@ -118,7 +118,8 @@ class Source:
         Containers are emptied, or get the value with the fingerprint ``first`` again. Numbers do, perhaps on a
         condition, or are set to any number.
         """
-        empty = mark(type(value)()) if isinstance(value, CONTAINERS) else ""
+        # a class of the user's may not be made without arguments
+        empty = next((mark(kind()) for kind in CONTAINERS if isinstance(value, kind)), "")
 
         def is_back(to: str, *, is_sure: bool) -> bool:
             if to == _ANY or empty:

@@ -276,7 +276,11 @@ class UsersObjects(Live):
             self._plain[name].restore(values)
         for name, values in self._to_come.items():
             now = self._plain[name].digests()
-            made = {path: {**v, "in_place": True} for path, v in values.items() if now.get(path) == v.get("first")}
+            made = {
+                path: {**v, "in_place": True}
+                for path, v in values.items()
+                if path in now and now[path] == v.get("first")
+            }
             self._plain[name].restore(made)
             self._put_back |= {(name, path): value["first"] for path, value in made.items()}
         self._copies, self._to_come = {}, {}
@@ -341,7 +345,7 @@ def _lacks(owner: Any, name: str) -> bool:
 def _holder(owner: Any, path: str) -> Any:
     """Return the object that has the attribute at the end of a path; None if there is none, or it is in a container."""
     holder = owner
-    with contextlib.suppress(LookupError, ValueError, AttributeError):
+    with contextlib.suppress(Exception):  # of a user's class, whatever it raises: a save must not end by a look
         for name in path.split(".")[:-1]:
             if isinstance(holder, dict):
                 holder = holder[name]

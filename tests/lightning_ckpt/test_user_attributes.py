@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_ckpt import ResumableCheckpoint
+from lightning_ckpt._exact.user_attributes import UsersObjects
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Thaws
 
@@ -136,6 +137,24 @@ class CollectsForever(Model):
         return loss * len(self.rows)
 
 
+class Named(dict[str, float]):
+    """A dictionary that is not made without arguments."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class CollectsByName(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = Named("sums")
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.sums["steps"] = self.sums.get("steps", 0.0) + 1.0
+        return super().loss(batch) / self.sums["steps"]
+
+
 class Swaps(Model):
     """A buffer that is not saved, and an object of its own."""
 
@@ -160,6 +179,7 @@ class Teaches(Model):
         (Counts, MIDDLE, "training had changed Counts.steps"),
         (Counts, END, "training had changed Counts.steps"),
         (CollectsForever, MIDDLE, "training had changed CollectsForever.rows"),
+        (CollectsByName, MIDDLE, "training had changed CollectsByName.sums"),
         (Swaps, MIDDLE, "training had changed Swaps.scale"),
         (Teaches, MIDDLE, "Teaches.on_train_batch_end changes weights or buffers"),
     ],
@@ -338,6 +358,18 @@ class SetsBackAtTheStart(SetsBackAtTheEnd):
 
     def set_back(self) -> None:
         pass
+
+
+def test_a_number_of_an_earlier_release_that_is_a_buffer_now_is_left_alone(tmp_path: Path) -> None:
+    model, trainer = Model(), pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
+    model.register_buffer("scale", torch.ones(()))
+    trainer.strategy.connect(model)
+    users = UsersObjects(trainer)
+    users.make_again({"module": {"scale": {"value": 2.0, "in_place": False}}})
+    users.before_hooks({})
+    users.after_hooks()
+    assert "scale" not in vars(model)
+    assert float(model.scale) == 1
 
 
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
