@@ -252,7 +252,7 @@ def needless_lists(root: Path, public: set[str]) -> list[str]:
 
 
 def modules_in_the_docs() -> set[str]:
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     names = re.findall(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+", "\n".join(page.read_text("utf-8") for page in pages))
     return {name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1)}
 
