@@ -567,7 +567,7 @@ def _user_modules(frames: Sequence[types.FrameType], watched: Watched | None) ->
     return _modules_from(tuple(names), len(sys.modules))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     place = os.path.dirname(os.path.abspath(main)) + os.sep if main and is_users_file(os.path.abspath(main)) else None

@@ -58,12 +58,12 @@ class Source:
         self, files: Collection[str], running: Collection[tuple[str, str, int]] = (), *, waits: bool = False
     ) -> None:
         self._reader = _Reader(waits)
-        self._is_readable = False
         for file in files:
+            here = frozenset((name, line) for path, name, line in running if path == file)
             with contextlib.suppress(Exception):  # what this cannot read ends no training
-                tree = ast.parse("".join(linecache.getlines(file)))
-                self._is_readable |= bool(tree.body)
-                self._reader.read(tree, {(name, line) for path, name, line in running if path == file})
+                text = "".join(linecache.getlines(file))
+                self._reader.add(_read(text, here, waits, frozenset(self._reader.made)))
+        self._is_readable = self._reader.is_readable
 
     def clears(self, name: str) -> bool:
         """Whether the cache of a function is emptied."""
@@ -194,22 +194,35 @@ class _Scope:
 
 class _Reader(ast.NodeVisitor):
     def __init__(self, waits: bool) -> None:
-        self._waits = waits
+        self._waits, self.is_readable = waits, False
         self.keeps, self.stored, self.set_by_steps, self.set_to, self.set_again = (set[str]() for _ in range(5))
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
-        self.called, self.filled_once, self.cleared, self.logged, self._made = (set[str]() for _ in range(5))
+        self.called, self.filled_once, self.cleared, self.logged, self.made = (set[str]() for _ in range(5))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         # to which constant, by which function, and whether unconditionally
         self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
         self._functions: list[tuple[str, set[str]]] = []
-        self._running: set[tuple[str, int]] = set()
+        self._running = frozenset[tuple[str, int]]()
         # where the visit is: changed by _within alone
         self._scopes = [_Scope(0, resets=False)]
         self._is_running = self._in_class = False
         self._depth = self._loops = 0
         self._into: set[str] | None = self.decides
 
-    def read(self, tree: ast.Module, running: set[tuple[str, int]]) -> None:
+    def add(self, other: _Reader) -> None:
+        """Know what another one has read, too."""
+        self.is_readable |= other.is_readable
+        for name, found in vars(other).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(found, set):
+                vars(self)[name] |= found
+            elif isinstance(found, dict):
+                for key, values in found.items():
+                    vars(self)[name][key] |= values
+
+    def read(self, tree: ast.Module, running: frozenset[tuple[str, int]]) -> None:
+        self.is_readable |= bool(tree.body)
         self._running, self._is_running = running, any(name == "<module>" for name, _ in running)
         self._scopes = [_Scope(0, resets=False)]
         self._into = self.read_after if self._waits and self._is_running else self.decides
@@ -242,7 +255,7 @@ class _Reader(ast.NodeVisitor):
         owner = getattr(target, "value", None)
         if isinstance(target, ast.Attribute):
             return self._name(target) if isinstance(owner, ast.Name) and owner.id in ("self", "cls") else None
-        if not isinstance(target, ast.Subscript) or self._name(owner) not in self._made:
+        if not isinstance(target, ast.Subscript) or self._name(owner) not in self.made:
             return None
         return self._name(target)
 
@@ -343,7 +356,7 @@ class _Reader(ast.NodeVisitor):
         found = set[str]()
         logs = self._logs(node)
         tells = bool(_TELLS.fullmatch(called)) or logs
-        into = self.logged if logs else None if tells else found if changes and owner in self._made else self._into
+        into = self.logged if logs else None if tells else found if changes and owner in self.made else self._into
         with self._reading(into):
             self._all([*node.args, *node.keywords])
         if owner is None:
@@ -367,7 +380,7 @@ class _Reader(ast.NodeVisitor):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return False
         if node.func.attr == "log":
-            return bool(node.args) and (_makes(node.args[0]) or self._name(node.args[0]) in self._made)
+            return bool(node.args) and (_makes(node.args[0]) or self._name(node.args[0]) in self.made)
         return bool(_LOGS.fullmatch(node.func.attr))
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
@@ -399,7 +412,7 @@ class _Reader(ast.NodeVisitor):
         values = value.elts if len(getattr(value, "elts", ())) == len(flat) > 1 else [value] * len(flat)
         for target, one in zip(flat, values, strict=True):
             if _makes(one):
-                self._made.add(str(self._name(target)))
+                self.made.add(str(self._name(target)))
             into, found = self._goes_to(target), set[str]()
             with self._reading(self.decides if into is None else found):
                 self.visit(one)
@@ -505,6 +518,15 @@ class _Reader(ast.NodeVisitor):
         self._functions.pop()
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+
+@functools.lru_cache(maxsize=64)
+def _read(text: str, running: frozenset[tuple[str, int]], waits: bool, made: frozenset[str]) -> _Reader:
+    """Read a file, once for all saves in which the same runs; ``made`` is what those before it make."""
+    reader = _Reader(waits)
+    reader.made |= made
+    reader.read(ast.parse(text), running)
+    return reader
 
 
 def _local_to(function: Any) -> set[str]:

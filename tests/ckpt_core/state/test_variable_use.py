@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_core.state import variable_use
 from ckpt_core.state.variable_use import Source, mark
 
 SCRIPT = """
@@ -139,3 +140,24 @@ def test_where_no_source_is_everything_matters(tmp_path: Path) -> None:
     assert source.decides(".sum")
     assert source.keeps(".sum", 0.5)
     assert source.names_of("meter.sum", None)[-1] == ".sum"
+
+
+def test_a_file_is_read_again_only_where_something_else_of_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves ask from several places, and reading takes as long as a step."""
+    script, helpers = tmp_path / "script.py", tmp_path / "helpers.py"
+    script.write_text("def train():\n    global total\n    total += 1\n\ndef check():\n    pass\n")
+    helpers.write_text("class Meter:\n    def reset(self):\n        self.sum = 0\n")
+    files, reads, read = [str(helpers), str(script)], [], variable_use._Reader.read
+
+    def count(self: Any, tree: Any, running: Any) -> None:
+        reads.append([node.name for node in tree.body])
+        read(self, tree, running)
+
+    monkeypatch.setattr(variable_use._Reader, "read", count)
+    for running in [("train", 1)], [("check", 5)], [("train", 1)]:
+        source = Source(files, [(str(script), *one) for one in running])
+        assert source.set_back_by(".sum", 1, mark(0)) == {"reset"}
+        assert source.keeps(":total", 1)
+    assert reads == [["Meter"], ["train", "check"], ["train", "check"]]
