@@ -30,12 +30,12 @@ from ckpt_core.option_checks import (
     one_of,
     or_none,
 )
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.pins import is_pinned
-from ckpt_core.storage import Storage, is_remote, local_path, storage_for
+from ckpt_core.storage import Storage, is_remote, storage_for
 from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 
-__all__ = ["Checkpointer", "CheckpointerBase", "full_path"]
+__all__ = ["Checkpointer", "CheckpointerBase"]
 
 logger = logging.getLogger(__name__)
 
@@ -427,10 +427,3 @@ class Checkpointer(CheckpointerBase):
         seconds = time.perf_counter() - started
         notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))
         return state
-
-
-def full_path(path: StrPath) -> str:
-    """Return the name under which a checkpoint is known, however ``path`` is spelled."""
-    # A background save must not depend on a later chdir, and two spellings of a path are one checkpoint.
-    text = local_path(path)
-    return text if is_remote(text) else os.path.abspath(text)

@@ -31,3 +31,10 @@ def local_path(path: StrPath) -> str:
         if text.startswith(prefix):
             return text[len(prefix) :]
     return text
+
+
+def full_path(path: StrPath) -> str:
+    """Return the name under which a checkpoint is known, however ``path`` is spelled."""
+    # A background save must not depend on a later chdir, and two spellings of a path are one checkpoint.
+    text = local_path(path)
+    return text if is_remote(text) else os.path.abspath(text)

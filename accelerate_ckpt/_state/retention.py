@@ -12,10 +12,9 @@ from accelerate_ckpt._state.naming import NUMBER, automatic_root, by_number, num
 from accelerate_ckpt._state.parts import FORMAT
 from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog
-from ckpt_core.checkpointer import full_path
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, StorageError
-from ckpt_core.paths import is_remote
+from ckpt_core.paths import full_path, is_remote
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,9 @@ from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, size_at
 from ckpt_core.cli.inspecting import described
 from ckpt_core.cli.output import count, fail, interest, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointError
+from ckpt_core.paths import full_path
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +45,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _diff(options: Options) -> int:
-    from ckpt_core.cli.progress import progress
-
     try:
         size = sum(size_at(path, options.storage_options) for path in (options.first, options.second))
         with progress(options, "load", size):
@@ -94,7 +94,6 @@ def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> 
 
 
 def _leaves(path: str, options: Options) -> dict[str, Any]:
-    from ckpt_core.checkpointer import full_path
     from ckpt_core.interchange.converting import beside_parts, load_whole
     from ckpt_core.tree import leaves
 

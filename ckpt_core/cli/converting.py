@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_itself, refuse_other_data, size_at
 from ckpt_core.cli.output import print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
+from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.events import size_in_words
-
-if TYPE_CHECKING:
-    from ckpt_core.storage import Storage
+from ckpt_core.paths import full_path
+from ckpt_core.storage import Storage, storage_for
 
 _OURS = ("file", "directory")
 _LAYOUTS = (*_OURS, "dcp", "safetensors", "accelerate")
@@ -97,8 +96,6 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: Options, what: str = "convert") -> int:
-    from ckpt_core.cli.progress import progress
-
     size = size_at(options.source, options.storage_options)  # what is not there is an error that says so
     # DCP writes for itself; what is one file becomes a directory first.
     times = 3 if options.to == "dcp" and os.path.isfile(options.source) else 2 if options.to in _OURS else 1
@@ -110,9 +107,7 @@ def _convert(options: Options, what: str = "convert") -> int:
 def _run_conversion(options: Options) -> None:
     from ckpt_core import interchange
     from ckpt_core._pipeline.loading import is_directory_checkpoint
-    from ckpt_core.checkpointer import full_path
     from ckpt_core.interchange.streaming import scratch_directory
-    from ckpt_core.storage import storage_for
 
     found = find(options.source, options.storage_options)
     if not found.is_checkpoint and find_foreign(options.source, options.storage_options) is None:
@@ -203,8 +198,6 @@ def _export(options: Options) -> int:
 
 def _import(options: Options) -> int:
     from ckpt_core import interchange
-    from ckpt_core.cli.progress import progress
-    from ckpt_core.storage import storage_for
 
     if os.path.isfile(options.path):
         raise CheckpointFormatError(

@@ -11,6 +11,7 @@ from ckpt_core.cli.output import complain, count, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
+from ckpt_core.paths import is_remote, local_path
 
 
 def add_commands(commands: Commands) -> None:
@@ -58,8 +59,6 @@ class _Disk:
 
 def freed_by(found: Iterable[tuple[str, int]]) -> int:
     """Return the bytes that are free when all of these checkpoints, paths and sizes, are deleted together."""
-    from ckpt_core.storage import is_remote, local_path
-
     disk, remote = _Disk(), 0
     for path, size in found:
         if is_remote(path):
@@ -70,8 +69,6 @@ def freed_by(found: Iterable[tuple[str, int]]) -> int:
 
 
 def _du(options: Options) -> int:
-    from ckpt_core.storage import is_remote, local_path
-
     failures: dict[str, CheckpointError] = {}
     places = find_all(options.paths, options.storage_options, recursive=options.recursive, failures=failures)
     found = [(info.path, info.size) for place in places for info in place.checkpoints]

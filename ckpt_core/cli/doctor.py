@@ -18,6 +18,8 @@ from ckpt_core.cli.output import complain, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
+from ckpt_core.paths import full_path, is_remote
+from ckpt_core.storage import refuse_missing_bucket, storage_for
 
 _LARGEST = 100_000  # megabytes
 _SHORTEST = 1e-4  # seconds that are taken for a measurement
@@ -139,8 +141,7 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
     """
     import torch
 
-    from ckpt_core.checkpointer import Checkpointer, full_path
-    from ckpt_core.storage import is_remote, refuse_missing_bucket, storage_for
+    from ckpt_core.checkpointer import Checkpointer
 
     directory = full_path(path)
     storage = storage_for(directory, storage_options)

@@ -17,11 +17,13 @@ from ckpt_core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
+from ckpt_core.paths import is_remote, local_path
+from ckpt_core.pins import is_pinned
+from ckpt_core.storage import MANIFEST_NAME, Storage, refuse_missing_bucket, storage_for
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.interchange import Foreign
-    from ckpt_core.storage import Storage
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
@@ -49,7 +51,6 @@ def state_of(
     ``failures``, if given, receives by path why one could not be read, which says nothing of what it is.
     """
     from ckpt_core._pipeline.loading import stamp_of
-    from ckpt_core.storage import storage_for
 
     if info.path.endswith(".safetensors") and not info.is_directory:  # as it was named itself
         return "no digests"
@@ -132,8 +133,6 @@ def refuse_checkpoint(found: Found, verb: str) -> None:
 
 def refuse_itself(source: str, target: str) -> None:
     """Refuse a target that is the source, also through a link; hard links are two files. Both are full paths."""
-    from ckpt_core.storage import is_remote
-
     is_same = source == target
     if not is_same and not (is_remote(source) or is_remote(target)) and os.path.exists(source):
         is_same = os.path.realpath(source) == os.path.realpath(target)
@@ -146,7 +145,6 @@ def refuse_itself(source: str, target: str) -> None:
 def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, force: bool) -> None:
     """Refuse a target at which something is, with ``force`` only what is no checkpoint; and one without a bucket."""
     from ckpt_core._pipeline.loading import is_directory_checkpoint
-    from ckpt_core.storage import local_path, refuse_missing_bucket, storage_for
 
     refuse_missing_bucket(path, storage_options)
     place = local_path(path).rstrip("/")
@@ -190,7 +188,6 @@ def find(
     """
     from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.catalog import Catalog
-    from ckpt_core.storage import is_remote, local_path, storage_for
 
     place = local_path(path)
     place = place.rstrip("/") or place
@@ -241,7 +238,6 @@ def is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
     """Return what checkpoint of another program is at a path, if there is one that torch alone does not read."""
     from ckpt_core._pipeline.loading import is_directory_checkpoint
-    from ckpt_core.storage import is_remote, local_path, storage_for
 
     place = local_path(path).rstrip("/")
     is_file = os.path.isfile(place) if not is_remote(place) else False
@@ -255,8 +251,6 @@ def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign |
 
 def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
     """Return how many bytes a checkpoint has, whosever it is; path or URL."""
-    from ckpt_core.storage import local_path, storage_for
-
     found = find(path, storage_options)
     if found.is_checkpoint:
         return found.checkpoints[0].size
@@ -271,8 +265,6 @@ def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
 
 def concerns_others(error: CheckpointError, path: str) -> bool:
     """Return whether what is wrong with one of several paths or URLs is wrong with the others, too: of a store."""
-    from ckpt_core.storage import is_remote
-
     return isinstance(error, StorageError) and is_remote(path)
 
 
@@ -305,7 +297,6 @@ def find_all(
 
 def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInfo:
     from ckpt_core.catalog import Catalog
-    from ckpt_core.storage import is_remote
 
     directory, name = os.path.split(path)
     catalog = Catalog(directory or ".", suffix=name, storage_options=storage_options)
@@ -324,8 +315,6 @@ def _unlisted(path: str) -> CheckpointInfo:
     """Return what is at a local path whose directory this user may enter, but not list."""
     from ckpt_core._pipeline.loading import stamp_of
     from ckpt_core.catalog import CheckpointInfo
-    from ckpt_core.pins import is_pinned
-    from ckpt_core.storage import MANIFEST_NAME, storage_for
 
     storage, is_directory = storage_for(path), os.path.isdir(path)
     status = os.stat(os.path.join(path, MANIFEST_NAME) if is_directory else path)
@@ -353,8 +342,6 @@ def walk(
     ``failures`` is that of :func:`find_all`. A link to one of the directories ``above``, or to what holds it, is left
     out: it would lead round in a circle.
     """
-    from ckpt_core.storage import is_remote, local_path, storage_for
-
     place = local_path(path).rstrip("/")
     above = (*above, "" if is_remote(place) else os.path.realpath(place))
     for directory in sorted(storage_for(place, storage_options).subdirectories(place)):

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.cli.finding import Found, find, find_foreign, no_checkpoint, state_of
 from ckpt_core.cli.output import age, count, interest, print_json, print_table, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.progress import progress
 from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.events import size_in_words
+from ckpt_core.storage import storage_for
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
@@ -86,7 +88,6 @@ def _inspect(options: Options) -> int:
 
 def _verified(path: str, options: Options) -> bool:
     from ckpt_core._pipeline import loading
-    from ckpt_core.cli.progress import progress
 
     with progress(options, "verify", find(path, options.storage_options).checkpoints[0].size):
         return loading.verify(path, storage_options=options.storage_options)
@@ -118,7 +119,6 @@ def _about(
     """Return what a checkpoint says of itself, and its leaves by key, tensors without values."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline import loading
-    from ckpt_core.storage import storage_for
     from ckpt_core.tree import leaves
 
     kind = "directory" if info.is_directory else "file"

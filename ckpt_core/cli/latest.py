@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpt_core.cli.finding import find, refuse_checkpoint
 from ckpt_core.cli.output import fail, print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointNotFoundError, StorageError
 
 
@@ -24,7 +25,6 @@ def add_commands(commands: Commands) -> None:
 
 def _latest(options: Options) -> int:
     from ckpt_core.catalog import Catalog
-    from ckpt_core.cli.progress import progress
     from ckpt_core.resume import only_checkpoints
 
     with progress(options, "verify", None):

@@ -11,11 +11,11 @@ from ckpt_core.cli.finding import Found, find_all, state_of
 from ckpt_core.cli.metrics_and_pins import Told, in_words, listen, reasons
 from ckpt_core.cli.output import age, complain, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
-    from ckpt_core.errors import CheckpointError
 
 _STYLES = {"DAMAGED": "red", "ERROR": "red", "FOREIGN": "yellow"}
 

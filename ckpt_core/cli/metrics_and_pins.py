@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.errors import CheckpointError
+from ckpt_core.pins import note_of_pin
+from ckpt_core.storage import storage_for
+from ckpt_core.threads import run_parallel
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
@@ -28,8 +31,6 @@ class Told:
 
 def listen(infos: Sequence[CheckpointInfo], storage_options: dict[str, Any] | None) -> dict[str, Told]:
     """Return what checkpoints tell, by path; no tensor is read. What cannot be asked tells nothing."""
-    from ckpt_core.threads import run_parallel
-
     found: dict[str, Told] = {}
 
     def ask(info: CheckpointInfo) -> None:
@@ -41,9 +42,7 @@ def listen(infos: Sequence[CheckpointInfo], storage_options: dict[str, Any] | No
 
 def _ask(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> Told:
     from ckpt_core._pipeline import loading
-    from ckpt_core.pins import note_of_pin
     from ckpt_core.state.trainer_parts import metrics_of
-    from ckpt_core.storage import storage_for
 
     storage = storage_for(info.path, storage_options)
     note = note_of_pin(info.path, storage) if info.is_pinned else None

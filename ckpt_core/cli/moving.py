@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.cli.finding import concerns_others, find, find_all, is_there, refuse_checkpoint, refuse_itself, state_of
 from ckpt_core.cli.output import complain, print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
+from ckpt_core.cli.progress import progress
+from ckpt_core.cli.tidying import agreed, delete
 from ckpt_core.console import beside_bars
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -20,10 +22,13 @@ from ckpt_core.errors import (
     StorageError,
 )
 from ckpt_core.events import size_in_words
+from ckpt_core.paths import full_path, is_remote, local_path
+from ckpt_core.pins import note_of_pin, pin, unpin
+from ckpt_core.storage import Storage, refuse_missing_bucket, storage_for
+from ckpt_core.storage.base import ReaderIO, transfer
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
-    from ckpt_core.storage import Storage
 
 _FOOTER = b"ckpt_core torch_file"
 _BLOCK = 2**20  # bytes
@@ -84,9 +89,6 @@ def _mv(options: Options) -> int:
 
 
 def _transfer_all(options: Options, *, removes: bool) -> int:
-    from ckpt_core.cli.progress import progress
-    from ckpt_core.storage import local_path, refuse_missing_bucket
-
     target_options = _target_options(options)
     refuse_missing_bucket(options.target, target_options)
     given = local_path(options.target)
@@ -171,9 +173,6 @@ class _Step:
 
 
 def _sync(options: Options) -> int:
-    from ckpt_core.cli.progress import progress
-    from ckpt_core.storage import refuse_missing_bucket
-
     target_options = _target_options(options)
     refuse_missing_bucket(options.target, target_options)
     copies, deletions = _plan(options, target_options)
@@ -199,9 +198,6 @@ def _sync(options: Options) -> int:
 
 def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list[_Step], list[_Step]]:
     """Return what is to be done about the checkpoints of the source, oldest first, and about others at the target."""
-    from ckpt_core.checkpointer import full_path
-    from ckpt_core.storage import is_remote, storage_for
-
     source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
     refuse_itself(source, target)
     real = [path if is_remote(path) else os.path.realpath(path) for path in (source, target)]
@@ -293,8 +289,6 @@ def _delete_at_target(
     steps: list[_Step], options: Options, target_options: dict[str, Any] | None, is_whole: bool
 ) -> list[_Step]:
     """Delete what is to be deleted at the target, if that is safe and somebody has said so; return what was done."""
-    from ckpt_core.cli.tidying import agreed, delete
-
     surplus = [step for step in steps if step.action == "delete"]
     if surplus and not is_whole:
         print("ckpt sync: nothing was deleted, because not all of the source is at the target", file=sys.stderr)
@@ -318,9 +312,6 @@ def _delete_at_target(
 def _take_pin_along(
     info: CheckpointInfo, target: str, source_options: dict[str, Any] | None, target_options: dict[str, Any] | None
 ) -> None:
-    from ckpt_core.pins import note_of_pin, pin, unpin
-    from ckpt_core.storage import storage_for
-
     origin = storage_for(info.path, source_options)
     note = note_of_pin(info.path, origin) if info.is_pinned else None
     if note is not None:
@@ -330,8 +321,6 @@ def _take_pin_along(
 
 def _refuse_what_stays(path: str, is_directory: bool) -> None:
     """Refuse what this user may not delete, before it is copied; of a store, only the deletion tells."""
-    from ckpt_core.storage import is_remote, local_path
-
     if is_remote(path):
         return
     place = local_path(path).rstrip("/")
@@ -348,8 +337,6 @@ def _refuse_what_stays(path: str, is_directory: bool) -> None:
 def _remove(
     info: CheckpointInfo, target: str, source_options: dict[str, Any] | None, target_options: dict[str, Any] | None
 ) -> None:
-    from ckpt_core.cli.tidying import delete
-
     try:
         _take_pin_along(info, target, source_options, target_options)
         delete(info, source_options)
@@ -360,7 +347,6 @@ def _remove(
 
 def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bool:
     from ckpt_core._pipeline.loading import is_directory_checkpoint
-    from ckpt_core.storage import is_remote, storage_for
 
     return (
         not is_remote(path)
@@ -384,9 +370,6 @@ def _transfer(
     from ckpt_core._commit.save_outcome import SaveSeries
     from ckpt_core._pipeline import loading
     from ckpt_core._pipeline.directory_commit import copy_directory
-    from ckpt_core.checkpointer import full_path
-    from ckpt_core.storage import is_remote, storage_for
-    from ckpt_core.storage.base import transfer
 
     source, path = full_path(info.path), full_path(target)
     refuse_itself(source, path)
@@ -419,8 +402,6 @@ def _transfer(
 
 def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool:
     """Return whether there is the same checkpoint at the target; of other programs' files, every byte is compared."""
-    from ckpt_core.storage.base import ReaderIO
-
     here, there = _identity(origin, source), _identity(storage, path)
     if here is None or there is None or here[0] != "foreign" or here != there:
         return here == there
@@ -436,7 +417,6 @@ def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
     """Return what tells a checkpoint from any other; None if nothing is there."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline import loading
-    from ckpt_core.storage import is_remote
 
     if loading.is_directory_checkpoint(storage, path):
         try:

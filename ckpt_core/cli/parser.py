@@ -1,8 +1,8 @@
 """What every verb of the command has in common: options that stand in any place, exit codes, suggestions.
 
 A file of verbs has one function, ``add_commands(commands)``, which calls :meth:`Commands.add` for each verb, and is
-listed in :mod:`ckpt_core.cli.command`. Modules of the engine are imported inside of the functions that run: the help
-must not wait for torch.
+listed in :mod:`ckpt_core.cli.command`. Modules that import torch, numpy or stamina are imported inside of the
+functions that run: the help must not wait for them.
 """
 
 from __future__ import annotations

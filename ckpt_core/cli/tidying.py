@@ -16,11 +16,14 @@ from ckpt_core.cli.output import complain, count, fail, print_json, printable, s
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.events import size_in_words
+from ckpt_core.paths import is_remote, local_path
+from ckpt_core.pins import is_pinned, pin, unpin
+from ckpt_core.policies import KeepBest, RetentionPolicy, SavedCheckpoint, rules_of_words
+from ckpt_core.storage import Storage, storage_for
+from ckpt_core.storage.local import unfinished
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
-    from ckpt_core.policies import RetentionPolicy, SavedCheckpoint
-    from ckpt_core.storage import Storage
 
 _RULES = "latest=3, best=val_loss, best=acc:max:2, every_steps=1000, every_hours=6, at_steps=1000+5000"
 
@@ -80,8 +83,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _rules(text: str) -> list[tuple[str, RetentionPolicy]]:
-    from ckpt_core.policies import rules_of_words
-
     try:
         return rules_of_words(text)
     except ValueError as error:
@@ -95,9 +96,6 @@ class _Decision:
 
 
 def _prune(options: Options) -> int:
-    from ckpt_core.pins import is_pinned
-    from ckpt_core.storage import storage_for
-
     if not options.keep:
         said = "say what to keep, such as --keep latest=3; what killed processes have left is deleted by ckpt clean"
         return fail(options, f"{said} {options.directory}", Exit.USAGE, said_by="ckpt prune")
@@ -156,8 +154,6 @@ def agreed(options: Options) -> bool:
 
 
 def _unknown_metrics(rules: Iterable[tuple[str, RetentionPolicy]], told: Mapping[str, Told]) -> list[str]:
-    from ckpt_core.policies import KeepBest
-
     wanted = [policy.metric for _, policy in rules if isinstance(policy, KeepBest)]
     return [metric for metric in wanted if not any(metric in each.metrics for each in told.values())]
 
@@ -169,8 +165,6 @@ def _decide(
 
     Copies, such as ``last.ckpt`` of the newest, are one checkpoint.
     """
-    from ckpt_core.policies import SavedCheckpoint
-
     reasons: dict[str, list[str]] = {}
     copies: dict[tuple[float, int], list[CheckpointInfo]] = {}
     for info in infos:
@@ -210,7 +204,6 @@ def _lines(decisions: Sequence[_Decision]) -> Iterable[str]:
 def delete(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> None:
     """Delete a checkpoint."""
     from ckpt_core._pipeline.directory_commit import names_of_files
-    from ckpt_core.storage import is_remote, storage_for
 
     storage = storage_for(info.path, storage_options)
     if info.is_directory:
@@ -252,9 +245,6 @@ def _clean(options: Options) -> int:
 
 def _kept_from_this_user(directory: str) -> list[str]:
     """Return what is unfinished in a local directory, and what this user may not ask for its lock, or not delete."""
-    from ckpt_core.storage import is_remote, local_path
-    from ckpt_core.storage.local import unfinished
-
     if is_remote(directory):
         return []
     effective = os.access in os.supports_effective_ids
@@ -283,21 +273,14 @@ def _clean_memory(options: Options) -> int:
 
 
 def _keep(options: Options) -> int:
-    from ckpt_core.pins import pin
-
     return _for_each(options, True, lambda path, storage: pin(path, storage, options.note))
 
 
 def _drop(options: Options) -> int:
-    from ckpt_core.pins import unpin
-
     return _for_each(options, False, unpin)
 
 
 def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None]) -> int:
-    from ckpt_core.pins import is_pinned
-    from ckpt_core.storage import storage_for
-
     was_pinned: dict[str, bool] = {}
     for path in options.paths:
         storage = storage_for(path, options.storage_options)

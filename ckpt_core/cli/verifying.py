@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_core.cli.finding import find, find_foreign, is_there, state_of_error
 from ckpt_core.cli.output import count, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
@@ -48,8 +49,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _verify(options: Options) -> int:
-    from ckpt_core.cli.progress import progress
-
     sizes: dict[str, int] = {}
     verdicts: dict[str, _Verdict | None] = {}  # in the order of the paths; None: yet to be read
     for path in options.paths:

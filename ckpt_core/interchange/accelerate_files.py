@@ -15,13 +15,13 @@ import torch
 
 from ckpt_core._devices.generators import DeviceGenerators
 from ckpt_core._layouts.torch_file.loading import load_torch_file
-from ckpt_core.checkpointer import Checkpointer, full_path
+from ckpt_core.checkpointer import Checkpointer
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.dcp_files import read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
 from ckpt_core.interchange.model_files import read_model, write_model_file
 from ckpt_core.interchange.streaming import DiskMemory, new_directory
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.state.kinds import Kind, Part, indexed
 from ckpt_core.state.rng import RngState
 from ckpt_core.storage import Storage, storage_for

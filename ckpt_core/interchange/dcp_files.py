@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.safetensors import dtype_name
-from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointNotFoundError,
@@ -46,7 +45,7 @@ from ckpt_core.interchange.dcp_writer import value_chunks
 from ckpt_core.interchange.flat_names import ROOT, EntryPath, entry_name, nested, split_path
 from ckpt_core.interchange.streaming import DiskMemory, TensorMemory, new_directory
 from ckpt_core.interchange.unconnected_save import Chunk, Value, save_alone
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage, storage_for
 
 _logger = logging.getLogger(__name__)

@@ -24,14 +24,13 @@ from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.directory.matching import tensor_paths
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._plan import LocalTensor, Piece
-from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.events import rank_of_process
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.flat_names import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
 from ckpt_core.interchange.named_checkpoint import NamedCheckpoint
 from ckpt_core.interchange.streaming import TensorMemory
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage
 
 _BATCH = 16 * 2**20  # bytes of tensors that are loaded together

@@ -22,14 +22,13 @@ from ckpt_core._layouts.directory.skeleton import encode_plain
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._pipeline.staging import TornSnapshotGuard
 from ckpt_core._plan import local_tensor
-from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.flat_names import EntryPath, split_path
 from ckpt_core.interchange.named_checkpoint import NamedCheckpoint
 from ckpt_core.interchange.streaming import given
 from ckpt_core.interchange.unconnected_save import Chunk, RankShards, UnconnectedSave, Value
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage
 
 _last_saves: dict[str, int] = {}  # by session: the number of the last save that this process took part in

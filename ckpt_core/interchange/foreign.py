@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_core._layouts.torch_file.loading import peek_torch_file, verify_torch_file
-from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.interchange.accelerate_files import is_file_of_stock, is_stock_accelerate
 from ckpt_core.interchange.dcp_extras import STRUCTURE
@@ -16,7 +15,7 @@ from ckpt_core.interchange.dcp_files import entries_of_dcp, verify_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME, REST_NAME
 from ckpt_core.interchange.flat_names import entry_name
 from ckpt_core.interchange.model_files import MODEL_KEYS, holds_model, infos_of_model, refuse_unfinished
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage, storage_for
 
 _HEADER = "names, types and sizes agree with the files; safetensors has no digests of the values"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ckpt_core.checkpointer import full_path
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage, storage_for
 
 

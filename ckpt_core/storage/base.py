@@ -18,8 +18,6 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ckpt_core.errors import CheckpointError, CheckpointFormatError
 from ckpt_core.threads import IO_THREADS
 
@@ -122,6 +120,8 @@ class FileReader(abc.ABC):
             CheckpointCorruptedError: The file ends before.
         """
         if self.request_bytes > 0 and len(targets) > 1:
+            import numpy as np  # here, as in divide_into: what reads no checkpoint must not wait for it
+
             merged = np.empty(sum(map(len, targets)), np.uint8).data
             self.read_into(offset, merged)
             divide_into(merged, targets)
@@ -164,6 +164,8 @@ class FileReader(abc.ABC):
 
 def divide_into(data: memoryview, targets: Sequence[memoryview]) -> None:
     """Copy bytes into targets, one after the other."""
+    import numpy as np
+
     for target in targets:
         # numpy copies without the GIL, a slice assignment holds it
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data[: len(target)], np.uint8))
