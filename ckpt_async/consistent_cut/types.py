@@ -246,3 +246,14 @@ def deal_streams(streams: Iterable[int], workers: Sequence[str]) -> dict[str, tu
     """
     ordered = sorted(streams)
     return {worker: tuple(ordered[index :: len(workers)]) for index, worker in enumerate(workers)}
+
+
+def next_update(positions: Mapping[int, int], batches: int | None) -> UpdateId | None:
+    """Return the batch after these, None when all streams have used ``batches`` of them.
+
+    It is of the stream that is least advanced, so that all of them keep step.
+    """
+    stream = min(positions, key=lambda stream: (positions[stream], stream), default=None)
+    if stream is None or (batches is not None and positions[stream] >= batches):
+        return None
+    return UpdateId(stream, positions[stream] + 1)

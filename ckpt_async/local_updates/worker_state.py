@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_async.consistent_cut import UpdateId, VectorClock, deal_streams
+from ckpt_async.consistent_cut.types import next_update
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.state.elastic import derive_rng
 from ckpt_core.state.rng import RngState
@@ -59,11 +60,7 @@ class StreamCursor:
     @property
     def upcoming(self) -> UpdateId | None:
         """The batch that comes next: of the stream that is least advanced; None when all were used."""
-        position = self.position
-        stream = min(position, key=lambda stream: (position[stream], stream))
-        if self.batches is not None and position[stream] >= self.batches:
-            return None
-        return UpdateId(stream, position[stream] + 1)
+        return next_update(self.position, self.batches)
 
     def take(self, count: int | None = None) -> Iterator[UpdateId]:
         """The next batches; each counts as used when the one after it is asked for.

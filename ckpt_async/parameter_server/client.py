@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 from ckpt_async.consistent_cut import COORDINATOR, CutWorker, UpdateId, VectorClock, deal_streams
 from ckpt_async.consistent_cut.effects import Effect, PersistWorker
 from ckpt_async.consistent_cut.messages import Committed, Message, PullHeader, decode_message, encode_message
+from ckpt_async.consistent_cut.types import next_update
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.model import BlockTable, Model, aliases_of, buffers_of, parameters_of
 from ckpt_async.parameter_server.participant import Participant
@@ -161,7 +162,7 @@ class ParameterClient(Participant):
     @property
     def upcoming(self) -> UpdateId | None:
         """The update that the next :meth:`pull` and :meth:`push` are about; None when all batches were used."""
-        return _next_of(self.position, self._batches)
+        return next_update(self.position, self._batches)
 
     def updates(self) -> Iterator[UpdateId]:
         """All updates from here on, one after the other, each when the one before was pushed."""
@@ -176,7 +177,7 @@ class ParameterClient(Participant):
     def plan(self) -> Iterator[UpdateId]:
         """The same updates, without waiting for any push: for loaders that are ahead of the training."""
         positions = dict(self.position)
-        while (update := _next_of(positions, self._batches)) is not None:
+        while (update := next_update(positions, self._batches)) is not None:
             positions[update.stream] = update.seq
             yield update
 
@@ -421,14 +422,6 @@ class UpdateSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return (self._samples_of(update) for update in self._client.plan())
-
-
-def _next_of(positions: Mapping[int, int], batches: int | None) -> UpdateId | None:
-    """The batch after these: of the stream that is least advanced, so that all of them keep step."""
-    stream = min(positions, key=lambda stream: (positions[stream], stream), default=None)
-    if stream is None or (batches is not None and positions[stream] >= batches):
-        return None
-    return UpdateId(stream, positions[stream] + 1)
 
 
 def seed_of(seed: int, update: UpdateId) -> int:
