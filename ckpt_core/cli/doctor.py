@@ -20,6 +20,7 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import full_path, is_remote
 from ckpt_core.storage import refuse_missing_bucket, storage_for
+from ckpt_core.storage.in_memory import available_memory
 
 _LARGEST = 100_000  # megabytes
 _SHORTEST = 1e-4  # seconds that are taken for a measurement
@@ -183,23 +184,15 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
 
 def _predicted(found: dict[str, Any], wanted: int) -> dict[str, Any]:
     """Return what a save of so many bytes would cost, by what was measured."""
+    available, memory = available_memory()
     return {
         "bytes": wanted,
         "stall": found["smallest_stall"] + wanted / found["staged"],
         "first_stall": found["smallest_stall"] + wanted / found["first_staged"],
         "durable": found["smallest"] + wanted / found["written"],
         "load": wanted / found["read"],
-        "memory_available": _memory_available(),
+        "memory_available": available if memory else None,
     }
-
-
-def _memory_available() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, LookupError):
-        return None
 
 
 def _of_memory(cost: dict[str, Any]) -> str:

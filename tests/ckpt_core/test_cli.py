@@ -26,6 +26,7 @@ from ckpt_core._layouts.torch_file.manifest import FORMAT_VERSION
 from ckpt_core.cli import listing, main
 from ckpt_core.cli.parser import parse
 from ckpt_core.events import size_in_words
+from ckpt_core.storage import in_memory
 from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
 
@@ -665,7 +666,16 @@ def test_diff_takes_tensors_of_every_type(tmp_path: Path, dtype: torch.dtype) ->
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
 
 
-def test_doctor_measures_a_place_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_measures_a_place_and_leaves_nothing(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cgroup = tmp_path_factory.mktemp("cgroup")
+    (cgroup / "max").write_text(str(10 * 2**20))
+    (cgroup / "used").write_text(str(9 * 2**20))
+    monkeypatch.setattr(in_memory, "_CGROUPS", [(str(cgroup / "max"), str(cgroup / "used"), "inactive_file")])
     assert main(["doctor", str(tmp_path), "--size", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["packages"]["torch"] == torch.__version__
@@ -675,6 +685,7 @@ def test_doctor_measures_a_place_and_leaves_nothing(tmp_path: Path, capsys: pyte
     found = json.loads(capsys.readouterr().out)
     cost = found["predicted"]
     assert cost["bytes"] == 10**10
+    assert cost["memory_available"] == 2**20  # of this container, not of the machine
     assert cost["durable"] == pytest.approx(found["smallest"] + 10**10 / found["written"])
     assert cost["stall"] == pytest.approx(found["smallest_stall"] + 10**10 / found["staged"])
     Checkpointer(strategy="sync").save({"w": torch.ones(1000)}, tmp_path / "a.ckpt")
