@@ -63,7 +63,7 @@ class _Shared:
     def __init__(self, protocol: str) -> None:
         # gcsfs itself asks six times, which takes half a minute, and cannot be told otherwise.
         self.retries = Retries(first_attempts=1) if protocol in _GCS else Retries()
-        self.clients = KnownClients()
+        self.clients: KnownClients = {}
 
 
 _SHARED: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ckpt_core.errors import CheckpointError, StorageError
 from ckpt_core.storage.failures import Secrets, describer
@@ -14,6 +14,9 @@ from ckpt_core.storage.obstore_client import NotSuitableError, ObstoreClient
 
 logger = logging.getLogger(__name__)
 
+# What is known of the buckets of one server, by bucket and options; None where obstore is not used. Without a lock,
+# which a signal handler that saves could wait for while credentials are looked for.
+KnownClients: TypeAlias = dict[str, ObstoreClient | None]
 PROBE_PREFIX = ".ckpt-probe-"
 _TOLD: set[tuple[str, str]] = set()  # where obstore is not used, and why
 
@@ -26,15 +29,6 @@ class Requests(Protocol):
     def fetch(self, path: str, begin: int, end: int) -> bytes: ...
 
     def delete(self, path: str) -> None: ...
-
-
-class KnownClients:
-    """What is known of the buckets of one server."""
-
-    def __init__(self) -> None:
-        # By bucket and options; None where obstore is not used. Without a lock, which a signal handler that saves could
-        # wait for while credentials are looked for.
-        self.found: dict[str, ObstoreClient | None] = {}
 
 
 class ObstoreChoice:
@@ -62,13 +56,13 @@ class ObstoreChoice:
         identity = self._identity_of(path)
         if self._kind is None or identity is None:
             return None
-        if identity not in self._known.found:
+        if identity not in self._known:
             try:
                 client = ObstoreClient(self._kind, self._filesystem, path, self._options)
-                self._known.found.setdefault(identity, client)
+                self._known.setdefault(identity, client)
             except Exception as error:  # noqa: BLE001 - from what finds credentials
                 self._give_up(identity, path, error)
-        found = self._known.found[identity]
+        found = self._known[identity]
         return found if found is not None and found.knows(path) else None
 
     def writing_client_of(self, path: str, by_fsspec: Requests) -> ObstoreClient | None:
@@ -115,7 +109,7 @@ class ObstoreChoice:
         if self._backend == "obstore":
             remedy = 'leave out storage_options["backend"]'
             raise StorageError(f"obstore cannot be used: {why}", path=shown, remedy=remedy) from None
-        self._known.found[identity] = None
+        self._known[identity] = None
         if (shown, why) not in _TOLD:
             _TOLD.add((shown, why))
             logger.info("fsspec's client moves the bytes of %s, and not obstore, which is faster: %s", shown, why)

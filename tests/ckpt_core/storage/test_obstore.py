@@ -583,7 +583,7 @@ def test_a_signal_handler_saves_while_the_client_of_a_server_is_made(server_of: 
 
     def save() -> None:
         for shared in fsspec_storage._SHARED.values():
-            shared.clients.found.clear()
+            shared.clients.clear()
         write(storage, f"{root}/outer", b"outer")
 
     for run in at_every_moment(("obstore_choice.py",), handler, opcodes=False):
