@@ -270,7 +270,7 @@ def _after_hooks(session: Session, agreed: AgreedSave, undo: contextlib.ExitStac
     except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
         failure = error
     left = [next((index for index, item in enumerate(before) if item is weight), None) for weight in weights]
-    names, left = session.agreement.announce("save_state", [_files_below(files), left], failure)
+    names, left = session.agreement.announce("save_state", [files.names() if files is not None else [], left], failure)
     if failure is not None:
         if session.rank:
             _fail_everywhere(session, agreed, failure)
@@ -278,20 +278,10 @@ def _after_hooks(session: Session, agreed: AgreedSave, undo: contextlib.ExitStac
     assert files is not None  # there is no failure
     if session.rank:
         # Every rank may write config.json; rank 0's is the one.
-        for name in set(names).intersection(_files_below(files)):
+        for name in set(names).intersection(files.names()):
             os.unlink(os.path.join(files.directory, name))
     # Hooks usually take weights away on the main process alone; all ranks must save the same parts.
     return weights if session.rank == 0 or None in left else [before[index] for index in left], files
-
-
-def _files_below(files: AddedFiles | None) -> list[str]:
-    if files is None:
-        return []
-    return [
-        os.path.relpath(os.path.join(folder, name), files.directory)
-        for folder, _, names in os.walk(files.directory)
-        for name in names
-    ]
 
 
 def _parts_of(session: Session, weights: list[Any]) -> list[Part]:

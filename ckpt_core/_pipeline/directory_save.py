@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckpt_core._commit.save_outcome import JointSave
@@ -38,6 +38,7 @@ from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage, is_remote
+from ckpt_core.storage.local import files_of
 
 WriteFiles = Callable[[str], None]
 
@@ -380,7 +381,7 @@ class AddedFiles:
     def describe(self) -> list[ExtraFile]:
         """Return the files with their digests; links, of both kinds, are replaced by files of our own."""
         found = []
-        for name in sorted(self._names()):
+        for name in self.names():
             path = self.local_path(name)
             if os.path.islink(path) or os.stat(path).st_nlink > 1:
                 self._own(path)
@@ -394,10 +395,9 @@ class AddedFiles:
         shutil.copyfile(path, copied)
         os.replace(copied, path)
 
-    def _names(self) -> Iterator[str]:
-        for folder, _, files in os.walk(self.directory):
-            for name in files:
-                yield os.path.relpath(os.path.join(folder, name), self.directory).replace(os.sep, "/")
+    def names(self) -> Sequence[str]:
+        """Return the paths of the files within the directory, in their order."""
+        return sorted(os.path.relpath(file, self.directory) for file in files_of(self.directory))
 
     def local_path(self, name: str) -> str:
         """Return where the file ``name`` is now."""

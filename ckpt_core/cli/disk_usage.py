@@ -12,6 +12,7 @@ from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import is_remote, local_path
+from ckpt_core.storage.local import files_of
 
 
 def add_commands(commands: Commands) -> None:
@@ -38,11 +39,7 @@ class _Disk:
 
     def add(self, path: str) -> None:
         """Count the files of a checkpoint."""
-        if os.path.isdir(path):
-            files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-        else:
-            files = [path]
-        for file in files:
+        for file in files_of(path):
             try:
                 status = os.lstat(file)
             except FileNotFoundError:

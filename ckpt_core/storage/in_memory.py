@@ -11,12 +11,11 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator
 
 from ckpt_core.errors import StorageError
 from ckpt_core.events import size_in_words
 from ckpt_core.storage.base import MANIFEST_NAME, FileWriter
-from ckpt_core.storage.local import LocalFileWriter, LocalStorage
+from ckpt_core.storage.local import LocalFileWriter, LocalStorage, files_of
 
 _SPARE = "spare-"
 _TAKEN = "taken-"
@@ -59,7 +58,7 @@ class MemoryStorage(LocalStorage):
         """Delete a checkpoint, but keep the pages of its large files for the next one."""
         with contextlib.suppress(OSError):
             os.unlink(f"{path}/{MANIFEST_NAME}")  # first, so that a crash leaves nothing that looks whole
-        for file in _files_of(path):
+        for file in files_of(path):
             with contextlib.suppress(OSError):
                 status = os.lstat(file)
                 # What has another name too is part of another checkpoint.
@@ -103,14 +102,6 @@ class _MemoryFileWriter(LocalFileWriter):
                 self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CLOEXEC)
                 return
         super()._open()
-
-
-def _files_of(path: str) -> Iterator[str]:
-    if not os.path.isdir(path):
-        yield path
-    for folder, _, names in os.walk(path):
-        for name in names:
-            yield os.path.join(folder, name)
 
 
 def _refuse_if_full(directory: str, size: int) -> None:

@@ -14,7 +14,7 @@ import fcntl
 import os
 import stat
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -518,3 +518,12 @@ def _command(pid: str) -> str:
         words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
         return f" ({' '.join(words)[:100]})"
     return ""
+
+
+def files_of(path: str) -> Iterator[str]:
+    """Yield the files of a local checkpoint: of a directory, all that are below it."""
+    if not os.path.isdir(path):
+        yield path
+    for folder, _, names in os.walk(path):
+        for name in names:
+            yield os.path.join(folder, name)

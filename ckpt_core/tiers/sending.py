@@ -26,6 +26,7 @@ from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.base import transfer
 from ckpt_core.storage.claims import Claims
 from ckpt_core.storage.counting import counted, counting
+from ckpt_core.storage.local import files_of
 from ckpt_core.tiers.ledger import Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.nearest import TieredStorage
 
@@ -95,7 +96,7 @@ class Sender:
         there = self._storage.remote
         self._claims.hold(os.path.dirname(remote), there.claim)
         verify(path, storage=self._storage.local)
-        total = _size_of(path)
+        total = sum(map(os.path.getsize, files_of(path)))
         with counting(Progress(total, lambda done, seconds: say(done, total, seconds))):
             local = counted(copy.copy(self._storage.local))
 
@@ -211,8 +212,3 @@ class Sender:
         with self._lock:
             if directory in self._names:
                 self._names[directory].add(name)
-
-
-def _size_of(path: str) -> int:
-    inside = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-    return sum(map(os.path.getsize, inside or [path]))
