@@ -91,26 +91,9 @@ def _mv(options: Options) -> int:
 def _transfer_all(options: Options, *, removes: bool) -> int:
     target_options = _target_options(options)
     refuse_missing_bucket(options.target, target_options)
-    given = local_path(options.target)
-    infos: list[CheckpointInfo] = []
     failures: dict[str, CheckpointError] = {}  # of some of several; the others are taken
-    is_many = len(options.sources) > 1
-    for source in options.sources:
-        closed = len(failures)
-        try:
-            found = find(source, options.storage_options, failures=failures)
-            if not found.checkpoints and len(failures) == closed:
-                raise CheckpointError(found.hint(options.storage_options), path=source)
-        except CheckpointError as error:
-            if not is_many or concerns_others(error, source):
-                raise
-            failures[source] = error
-            continue
-        is_many = is_many or not found.is_checkpoint
-        for info in found.checkpoints if is_many else []:
-            state_of(info, options.storage_options, failures=failures)
-        # The newest last, so that an interruption leaves an older one behind.
-        infos += [info for info in reversed(found.checkpoints) if info.path not in failures]
+    infos, is_many = _sources(options, failures)
+    given = local_path(options.target)
     into = is_many or given.endswith("/") or _is_plain_directory(given, target_options)
     for info in infos if removes else []:
         _refuse_what_stays(info.path, info.is_directory)
@@ -146,6 +129,32 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     for failure in failures.values():
         complain(failure)
     return Exit.FAILED if failures else Exit.OK
+
+
+def _sources(options: Options, failures: dict[str, CheckpointError]) -> tuple[list[CheckpointInfo], bool]:
+    """Return what is to be transferred, and whether several could be meant.
+
+    The newest comes last, so that an interruption leaves an older one behind. ``failures`` receives by path why one of
+    several cannot be taken.
+    """
+    infos: list[CheckpointInfo] = []
+    is_many = len(options.sources) > 1
+    for source in options.sources:
+        closed = len(failures)
+        try:
+            found = find(source, options.storage_options, failures=failures)
+            if not found.checkpoints and len(failures) == closed:
+                raise CheckpointError(found.hint(options.storage_options), path=source)
+        except CheckpointError as error:
+            if not is_many or concerns_others(error, source):
+                raise
+            failures[source] = error
+            continue
+        is_many = is_many or not found.is_checkpoint
+        for info in found.checkpoints if is_many else []:
+            state_of(info, options.storage_options, failures=failures)
+        infos += [info for info in reversed(found.checkpoints) if info.path not in failures]
+    return infos, is_many
 
 
 def _target_options(options: Options) -> dict[str, Any] | None:
@@ -374,9 +383,8 @@ def _transfer(
     source, path = full_path(info.path), full_path(target)
     refuse_itself(source, path)
     origin, storage = storage_for(source, source_options), storage_for(path, target_options)
-    there = _identity(storage, path)
-    is_there = there is not None and _is_same(origin, source, storage, path)
-    if not is_there and there is not None and not force:
+    is_there = _is_same(origin, source, storage, path)
+    if is_there is False and not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
     if is_there:
         try:
@@ -400,10 +408,16 @@ def _transfer(
     return True
 
 
-def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool:
-    """Return whether there is the same checkpoint at the target; of other programs' files, every byte is compared."""
-    here, there = _identity(origin, source), _identity(storage, path)
-    if here is None or there is None or here[0] != "foreign" or here != there:
+def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool | None:
+    """Return whether there is the same checkpoint at the target; None if nothing is there.
+
+    Of other programs' files, every byte is compared.
+    """
+    there = _identity(storage, path)
+    if there is None:
+        return None
+    here = _identity(origin, source)
+    if here != there or there[0] != "foreign":
         return here == there
     with origin.open(source) as first, storage.open(path) as second:
         one, other = io.BufferedReader(ReaderIO(first), _BLOCK), io.BufferedReader(ReaderIO(second), _BLOCK)
