@@ -21,6 +21,7 @@ from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import MANIFEST_NAME, Storage, local_path, storage_for
+from ckpt_core.storage.base import is_directory_checkpoint
 from ckpt_core.threads import IO_THREADS, run_parallel
 
 _DEPTH = 1  # a plugin keeps its metadata under a key of its own
@@ -154,8 +155,3 @@ def _verify(storage: Storage, path: str) -> bool:
     with DirectoryReader(path, storage) as checkpoint:
         checkpoint.verify()
     return True
-
-
-def is_directory_checkpoint(storage: Storage, path: str) -> bool:
-    """Return whether ``path`` is a directory with a manifest."""
-    return storage.exists(f"{path}/{MANIFEST_NAME}")

@@ -14,6 +14,7 @@ from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import full_path
 from ckpt_core.storage import Storage, storage_for
+from ckpt_core.storage.base import is_directory_checkpoint
 
 _OURS = ("file", "directory")
 _LAYOUTS = (*_OURS, "dcp", "safetensors", "accelerate")
@@ -106,7 +107,6 @@ def _convert(options: Options, what: str = "convert") -> int:
 
 def _run_conversion(options: Options) -> None:
     from ckpt_core import interchange
-    from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.interchange.streaming import scratch_directory
 
     found = find(options.source, options.storage_options)
@@ -176,7 +176,7 @@ def _holds_a_model(storage: Storage, path: str) -> bool:
 
 def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
     """Return the first name, with its dot, that all tensors of a model have in common; none if they have none."""
-    from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
+    from ckpt_core._pipeline.loading import peek
     from ckpt_core.interchange.model_files import model_in, tensors_of
     from ckpt_core.tree import tensors
 

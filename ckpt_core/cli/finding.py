@@ -20,6 +20,7 @@ from ckpt_core.errors import (
 from ckpt_core.paths import is_remote, local_path
 from ckpt_core.pins import is_pinned
 from ckpt_core.storage import MANIFEST_NAME, Storage, refuse_missing_bucket, storage_for
+from ckpt_core.storage.base import is_directory_checkpoint
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
@@ -144,8 +145,6 @@ def refuse_itself(source: str, target: str) -> None:
 
 def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, force: bool) -> None:
     """Refuse a target at which something is, with ``force`` only what is no checkpoint; and one without a bucket."""
-    from ckpt_core._pipeline.loading import is_directory_checkpoint
-
     refuse_missing_bucket(path, storage_options)
     place = local_path(path).rstrip("/")
     storage = storage_for(place, storage_options)
@@ -186,7 +185,6 @@ def find(
 
     ``failures`` is that of :func:`find_all`.
     """
-    from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.catalog import Catalog
 
     place = local_path(path)
@@ -237,8 +235,6 @@ def is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
     """Return what checkpoint of another program is at a path, if there is one that torch alone does not read."""
-    from ckpt_core._pipeline.loading import is_directory_checkpoint
-
     place = local_path(path).rstrip("/")
     is_file = os.path.isfile(place) if not is_remote(place) else False
     storage = storage_for(place, storage_options)

@@ -25,7 +25,7 @@ from ckpt_core.events import size_in_words
 from ckpt_core.paths import full_path, is_remote, local_path
 from ckpt_core.pins import note_of_pin, pin, unpin
 from ckpt_core.storage import Storage, refuse_missing_bucket, storage_for
-from ckpt_core.storage.base import ReaderIO, transfer
+from ckpt_core.storage.base import ReaderIO, is_directory_checkpoint, transfer
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
@@ -355,8 +355,6 @@ def _remove(
 
 
 def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bool:
-    from ckpt_core._pipeline.loading import is_directory_checkpoint
-
     return (
         not is_remote(path)
         and os.path.isdir(path)
@@ -430,9 +428,8 @@ def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool 
 def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
     """Return what tells a checkpoint from any other; None if nothing is there."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
-    from ckpt_core._pipeline import loading
 
-    if loading.is_directory_checkpoint(storage, path):
+    if is_directory_checkpoint(storage, path):
         try:
             with DirectoryReader(path, storage) as checkpoint:
                 return "directory", (checkpoint.save_id, checkpoint.stamp)

@@ -10,7 +10,6 @@ from typing import Any
 
 from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.torch_file.loading import load_torch_file
-from ckpt_core._pipeline.loading import is_directory_checkpoint
 from ckpt_core.checkpointer import Checkpointer
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError, StateMismatchError
@@ -32,6 +31,7 @@ from ckpt_core.paths import StrPath, full_path
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, rest_of_fabric, whole
 from ckpt_core.storage import Storage, storage_for
+from ckpt_core.storage.base import is_directory_checkpoint
 from ckpt_core.tiers import Tiers
 
 _OPTIMIZER = re.compile(r"optimizer_([0-9]+)")

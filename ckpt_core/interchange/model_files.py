@@ -42,7 +42,7 @@ from ckpt_core.interchange.unconnected_save import Chunk, save_alone
 from ckpt_core.paths import StrPath, full_path
 from ckpt_core.state.trainer_parts import buffers_apart
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
-from ckpt_core.storage.base import MANIFEST_NAME
+from ckpt_core.storage.base import MANIFEST_NAME, is_directory_checkpoint
 
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"
@@ -111,7 +111,7 @@ def export_model(
 @contextlib.contextmanager
 def tensors_of(path: str, part: str | None, storage: Storage) -> Iterator[dict[str, _Tensor]]:
     """Give the tensors of a model in a checkpoint by their names; none is read before it is asked for."""
-    if not loading.is_directory_checkpoint(storage, path):
+    if not is_directory_checkpoint(storage, path):
         yield _tensors_of_file(path, part, storage)
         return
     with DirectoryReader(path, storage) as checkpoint:

@@ -497,3 +497,8 @@ class ReaderIO(RandomAccessIO):
             self._reader.read_into(self._position, view[:count])
             self._position += count
         return count
+
+
+def is_directory_checkpoint(storage: Storage, path: str) -> bool:
+    """Return whether ``path`` is a directory with a manifest."""
+    return storage.exists(f"{path}/{MANIFEST_NAME}")

@@ -18,6 +18,7 @@ from ckpt_core._pipeline.loading import stamp_of
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage
+from ckpt_core.storage.base import is_directory_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ class Identity:
         if self.save is not None:
             return self.save == other.save != ""
         return dataclasses.replace(other, committed=self.committed) == self
+
+    def is_in(self, storage: Storage, path: str) -> bool:
+        """Whether a checkpoint of this layout is at ``path``: somebody else may have deleted an upload."""
+        return storage.exists(path) if self.save is None else is_directory_checkpoint(storage, path)
 
 
 def identity_of(path: str) -> Identity | None:

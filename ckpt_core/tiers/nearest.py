@@ -17,8 +17,8 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from ckpt_core.storage import MANIFEST_NAME, FileInfo, FileReader, FileWriter, LocalStorage, Storage
-from ckpt_core.storage.base import transfer
+from ckpt_core.storage import FileInfo, FileReader, FileWriter, LocalStorage, Storage
+from ckpt_core.storage.base import is_directory_checkpoint, transfer
 from ckpt_core.tiers.ledger import LEDGER_NAME, Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.places import Tiers
 
@@ -78,7 +78,7 @@ class TieredStorage(Storage):
             known = read_ledger(self.remote, os.path.dirname(remote)).get(os.path.basename(remote))
             if known is not None and known.inode != identity.inode:
                 return False  # made of an earlier save
-            if not self.remote.exists(remote if identity.save is None else f"{remote}/{MANIFEST_NAME}"):
+            if not identity.is_in(self.remote, remote):
                 return False
         except CheckpointError:
             return False  # the error that led here is the one to tell
@@ -158,7 +158,7 @@ class TieredStorage(Storage):
     def remove_upload(self, path: str) -> None:
         """Delete a checkpoint from the remote tier; do nothing if there is none."""
         remote = self.tiers.remote_path(path)
-        if self.remote.exists(f"{remote}/{MANIFEST_NAME}"):
+        if is_directory_checkpoint(self.remote, remote):
             self.remote.remove_directory(remote, names=names_of_files(self.remote, remote))
         else:
             self.remote.remove(remote)

@@ -22,7 +22,6 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.base import transfer
 from ckpt_core.storage.claims import Claims
 from ckpt_core.storage.counting import counted, counting
@@ -167,13 +166,9 @@ class Sender:
             newest[age] = newest.get(age, False) or not any(map(str.isdigit, os.path.basename(path)))
         order = sorted(newest, key=lambda age: (age[0], newest[age], age[1]), reverse=True)
         for identity, path in uploaded:
-            if (identity.committed, identity.inode) in order[keep:] and self._is_there(path, identity):
+            is_old = (identity.committed, identity.inode) in order[keep:]
+            if is_old and identity.is_in(self._storage.remote, self._tiers.remote_path(path)):
                 self._storage.local.remove(path)
-
-    def _is_there(self, path: str, identity: Identity) -> bool:
-        """Return whether the upload of a checkpoint still exists; somebody else may have deleted it."""
-        remote = self._tiers.remote_path(path)
-        return self._storage.remote.exists(remote if identity.save is None else f"{remote}/{MANIFEST_NAME}")
 
     def uploaded_in(self, directory: str) -> list[str]:
         """Return the local paths of the checkpoints of a directory that are in the remote tier, which is asked once.

@@ -15,8 +15,9 @@ from records import Save, pair_events, read_lines
 
 from ckpt_core import Catalog, CheckpointError, verify
 from ckpt_core._layouts.directory.loading import DirectoryReader
-from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
+from ckpt_core._pipeline.loading import peek
 from ckpt_core.storage import storage_for
+from ckpt_core.storage.base import is_directory_checkpoint
 from tests.chaos.places import FOLDER, Committed, Listing, Place
 
 BYSTANDERS = {"checkpoints/notes.txt": b"mine\n", "other/step=1.ckpt": b"of another run\n"}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from ckpt_core.errors import CheckpointError
-from ckpt_core.storage.base import MANIFEST_NAME, PROBE_NAME, FileInfo, Storage
+from ckpt_core.storage.base import MANIFEST_NAME, PROBE_NAME, FileInfo, Storage, is_directory_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def remove_leftovers(
             continue
         ours = [file.path for file in files if _is_ours(storage, file)]
         # Looked at again, because reading took its time.
-        if ours and not storage.exists(f"{path}/{MANIFEST_NAME}"):
+        if ours and not is_directory_checkpoint(storage, path):
             for name in [] if dry_run else ours:
                 storage.remove(name)
             removed.append(path)
