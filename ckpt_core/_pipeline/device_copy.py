@@ -29,6 +29,7 @@ from ckpt_core._devices.row_sums import ROW, RowSums
 from ckpt_core._devices.streams import Events, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
+from ckpt_core.geometry import merged
 from ckpt_core.threads import Latch, start, wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
@@ -274,15 +275,7 @@ def _ranges_of_optimizers() -> _Ranges:
                 continue
             begin = tensor.data_ptr()
             found.setdefault(tensor.device, []).append((begin, begin + tensor.nbytes))
-    merged: _Ranges = {}
-    for device, ranges in found.items():
-        into = merged[device] = list[tuple[int, int]]()
-        for begin, end in sorted(ranges):
-            if into and begin <= into[-1][1]:
-                into[-1] = (into[-1][0], max(end, into[-1][1]))
-            else:
-                into.append((begin, end))
-    return merged
+    return {device: merged(ranges) for device, ranges in found.items()}
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

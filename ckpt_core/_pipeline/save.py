@@ -423,11 +423,14 @@ class Pipeline:
 
         ``is_kept`` is asked right before, where ``delete`` would run: whether it stays after all.
         """
+
+        def delete_now() -> None:
+            if not is_kept():
+                delete()
+                notify(self._listeners, CheckpointRemoved(path=path))
+
         if self._strategy == "sync":
-            if is_kept():
-                return
-            delete()
-            notify(self._listeners, CheckpointRemoved(path=path))
+            delete_now()
             return
         successors = [job for job in (self._last_save, self._last_copy) if job is not None and job.path != path]
 
@@ -440,10 +443,7 @@ class Pipeline:
                         successor.path,
                     )
                     return
-            if is_kept():
-                return
-            delete()
-            notify(self._listeners, CheckpointRemoved(path=path))
+            delete_now()
 
         if not self.queue.submit(Job(path, action, "removal", is_pending=False, raises=False)):
             self.queue.run_queued()

@@ -19,7 +19,7 @@ from ckpt_core._layouts.directory.files import Files
 from ckpt_core._layouts.directory.safetensors_file import LARGEST_BLOCK, block_size
 from ckpt_core._layouts.safetensors import bits_of, is_memory
 from ckpt_core.buffers import ScratchBuffers, StagingBuffer, copy_late
-from ckpt_core.geometry import Box, byte_runs, strides_of
+from ckpt_core.geometry import Box, byte_runs, merged, strides_of
 
 _ONE_READ = 8 * 2**20  # bytes that one job covers, but for the rest of the blocks at its ends
 _DIRECT = 2**20  # bytes from which on a run of its own is worth a call of its own
@@ -205,24 +205,14 @@ def _grouped(shard: Shard, reads: Iterable[Read], past_cache: bool) -> Iterator[
     for read in reads:
         spans = [(bisect.bisect_right(blocks, b) - 1, bisect.bisect_left(blocks, e)) for b, e in read.runs]
         if job.reads and blocks[spans[-1][1]] - job.origin > _ONE_READ + 2 * LARGEST_BLOCK:
-            job.spans = _merged(job.spans)
+            job.spans = merged(job.spans)
             yield job
             job = Job(shard, [], [], past_cache=past_cache)
         job.spans += spans
         job.reads.append(read)
     if job.reads:
-        job.spans = _merged(job.spans)
+        job.spans = merged(job.spans)
         yield job
-
-
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(spans):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return merged
 
 
 def run_job(job: Job, files: Files, scratch: ScratchBuffers, scratch_size: int) -> None:
