@@ -96,11 +96,11 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _convert(options: Options, what: str = "convert") -> int:
+def _convert(options: Options) -> int:
     size = size_at(options.source, options.storage_options)  # what is not there is an error that says so
     # DCP writes for itself; what is one file becomes a directory first.
     times = 3 if options.to == "dcp" and os.path.isfile(options.source) else 2 if options.to in _OURS else 1
-    with progress(options, what, times * size):
+    with progress(options, options.verb, times * size):
         _run_conversion(options)
     return _wrote(options, options.to)
 
@@ -193,7 +193,7 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
 
 def _export(options: Options) -> int:
     options.source, options.to, options.allow_pickle = options.path, options.format, False
-    return _convert(options, "export")
+    return _convert(options)
 
 
 def _import(options: Options) -> int:

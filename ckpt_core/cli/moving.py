@@ -38,10 +38,10 @@ _END = 256  # bytes at the end of a file, in which the digest of all digests is
 
 def add_commands(commands: Commands) -> None:
     """Add the verbs of this file."""
-    for name, run, what in (("cp", _cp, "copy"), ("mv", _mv, "move")):
+    for name, what in (("cp", "copy"), ("mv", "move")):
         verb = commands.add(
             name,
-            run,
+            _transfer_all,
             help=f"{what} checkpoints to another place or store; every byte is verified there",
             epilog="A checkpoint appears at the target when it is complete, or not at all. What is there already and\n"
             "the same is passed over, so that the same command continues after an interruption. SOURCE may be a\n"
@@ -80,15 +80,8 @@ def add_commands(commands: Commands) -> None:
     )
 
 
-def _cp(options: Options) -> int:
-    return _transfer_all(options, removes=False)
-
-
-def _mv(options: Options) -> int:
-    return _transfer_all(options, removes=True)
-
-
-def _transfer_all(options: Options, *, removes: bool) -> int:
+def _transfer_all(options: Options) -> int:
+    removes = options.verb == "mv"
     target_options = _target_options(options)
     refuse_missing_bucket(options.target, target_options)
     failures: dict[str, CheckpointError] = {}  # of some of several; the others are taken
@@ -98,7 +91,7 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     for info in infos if removes else []:
         _refuse_what_stays(info.path, info.is_directory)
     done: list[dict[str, Any]] = []
-    with progress(options, "mv" if removes else "cp", _MOVED * sum(info.size for info in infos)):
+    with progress(options, options.verb, _MOVED * sum(info.size for info in infos)):
         for info in infos:
             target = f"{given.rstrip('/')}/{info.name}" if into else given
             try:

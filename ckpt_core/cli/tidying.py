@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.disk_usage import freed_by
@@ -19,7 +19,7 @@ from ckpt_core.events import size_in_words
 from ckpt_core.paths import is_remote, local_path
 from ckpt_core.pins import is_pinned, pin, unpin
 from ckpt_core.policies import KeepBest, RetentionPolicy, SavedCheckpoint, rules_of_words
-from ckpt_core.storage import Storage, storage_for
+from ckpt_core.storage import storage_for
 from ckpt_core.storage.local import unfinished
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def add_commands(commands: Commands) -> None:
 
     keep = commands.add(
         "keep",
-        _keep,
+        _pin_all,
         help="pin checkpoints: no retention and no prune deletes them",
         epilog="A small file .NAME.keep beside the checkpoint says so; the checkpoint stays as it is.\n"
         "A save under the same name still replaces it: of last.ckpt, pin the checkpoint that it is a copy of.",
@@ -74,7 +74,7 @@ def add_commands(commands: Commands) -> None:
     keep.add_argument("--note", default="", metavar="WHY", help="shown by ckpt ls")
 
     drop = commands.add(
-        "drop", _drop, help="unpin checkpoints: retention may delete them again", example="runs/step=100.ckpt"
+        "drop", _pin_all, help="unpin checkpoints: retention may delete them again", example="runs/step=100.ckpt"
     )
     drop.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="path or URL")
 
@@ -272,15 +272,8 @@ def _clean_memory(options: Options) -> int:
 # ---- keep and drop ---------------------------------------------------------------------------------------------------
 
 
-def _keep(options: Options) -> int:
-    return _for_each(options, True, lambda path, storage: pin(path, storage, options.note))
-
-
-def _drop(options: Options) -> int:
-    return _for_each(options, False, unpin)
-
-
-def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None]) -> int:
+def _pin_all(options: Options) -> int:
+    pins = options.verb == "keep"
     was_pinned: dict[str, bool] = {}
     for path in options.paths:
         storage = storage_for(path, options.storage_options)
@@ -301,7 +294,11 @@ def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None])
             )
         was_pinned |= {info.path.rstrip("/"): info.is_pinned for info in found.checkpoints}
     for path, was in was_pinned.items():
-        act(path, storage_for(path, options.storage_options))
+        storage = storage_for(path, options.storage_options)
+        if pins:
+            pin(path, storage, options.note)
+        else:
+            unpin(path, storage)
         if not options.json:
             print(f"{'pinned' if pins else 'unpinned' if was else 'was not pinned:'} {printable(path)}")
     if options.json:
