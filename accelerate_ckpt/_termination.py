@@ -62,7 +62,7 @@ _threads: list[SignalThread] = []  # at most one, which reads signals
 
 def protect() -> None:
     """Let signals that end this process wait for its saves, where their disposition is the default."""
-    if os.name != "posix" or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         return
     ours = [each for each in ENDING if signal.getsignal(each) is signal.SIG_DFL and not _is_caught(each)]
     if ours:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 #: What ends a process, unless it is handled.
-ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+ENDING = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 _END, _ASKS = 0, 255  # the numbers of no signals
 _LONGEST_END = 10.0  # seconds
@@ -125,5 +125,4 @@ def _in_child() -> None:
     _after_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

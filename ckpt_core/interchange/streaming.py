@@ -46,7 +46,7 @@ class TensorMemory:
 
     def flat(self, nbytes: int) -> torch.Tensor:
         """Return bytes without values; the tensors that were returned before have lost theirs."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+        if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
         self._map = mmap.mmap(-1, max(1, nbytes))
         return (
