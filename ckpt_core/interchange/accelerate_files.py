@@ -25,6 +25,7 @@ from ckpt_core.paths import StrPath, full_path
 from ckpt_core.state.kinds import Kind, Part, indexed
 from ckpt_core.state.rng import RngState
 from ckpt_core.storage import Storage, storage_for
+from ckpt_core.storage.base import is_directory_checkpoint
 from ckpt_core.tree import tensors
 
 _FORMAT = "accelerate_ckpt"  # as which accelerate_ckpt knows its own
@@ -52,7 +53,7 @@ def is_stock_accelerate(source: StrPath, storage_options: dict[str, Any] | None 
     """
     path = full_path(source)
     storage = storage_for(path, storage_options)
-    return not storage.exists(f"{path}/manifest.json") and any(
+    return not is_directory_checkpoint(storage, path) and any(
         storage.exists(f"{path}/{name}") for name in ("random_states_0.pkl", "optimizer.bin")
     )
 
@@ -70,11 +71,8 @@ def read_stock(
     for name in sorted(names):
         if (model := _MODEL.fullmatch(name)) is not None:
             found[f"model{model[1] or ''}"] = read_model(path, storage, name=name, memory=memory)
-        elif (numbered := _NUMBERED.fullmatch(name)) is not None:
-            part = "model" if numbered[1] == "pytorch_model" else numbered[1]
-            found[f"{part}{numbered[2] or ''}"] = _read(storage, path, name, weights_only, memory)
-        elif (custom := _CUSTOM.fullmatch(name)) is not None:
-            found[f"custom_{custom[1]}"] = _read(storage, path, name, weights_only, memory)
+        elif (part := _part_in(name)) is not None:
+            found[part] = _read(storage, path, name, weights_only, memory)
         elif (rank := _RANDOM.fullmatch(name)) is not None:
             states = _read(storage, path, name, weights_only, memory)
             try:
@@ -83,10 +81,6 @@ def read_stock(
                 raise CheckpointFormatError(
                     f"the random states are not as stock Accelerate saves them: {error!r}", path=f"{path}/{name}"
                 ) from error
-        elif name == _SCALER:
-            found["scaler"] = _read(storage, path, name, weights_only, memory)
-        elif name == _WHOLE_MODEL:
-            found["model"] = _read(storage, path, name, weights_only, memory)
     for directory in storage.subdirectories(path):
         name = os.path.basename(directory.rstrip("/"))
         sharded = _SHARDED.fullmatch(name)
@@ -107,8 +101,17 @@ def read_stock(
 
 def is_file_of_stock(name: str) -> bool:
     """Return whether a file in such a directory is one of torch's that :func:`read_stock` reads."""
-    patterns = (_NUMBERED, _CUSTOM, _RANDOM)
-    return name in (_SCALER, _WHOLE_MODEL) or any(pattern.fullmatch(name) for pattern in patterns)
+    return _part_in(name) is not None or _RANDOM.fullmatch(name) is not None
+
+
+def _part_in(name: str) -> str | None:
+    """Return which part a file of torch's holds; None of random states, which are one part for all ranks."""
+    if (numbered := _NUMBERED.fullmatch(name)) is not None:
+        part = "model" if numbered[1] == "pytorch_model" else numbered[1]
+        return part + (numbered[2] or "")
+    if (custom := _CUSTOM.fullmatch(name)) is not None:
+        return f"custom_{custom[1]}"
+    return {_SCALER: "scaler", _WHOLE_MODEL: "model"}.get(name)
 
 
 def _read(storage: Storage, path: str, name: str, weights_only: bool | None, memory: DiskMemory | None) -> Any:
