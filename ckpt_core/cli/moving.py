@@ -82,12 +82,11 @@ def add_commands(commands: Commands) -> None:
 
 def _transfer_all(options: Options) -> int:
     removes = options.verb == "mv"
-    target_options = _target_options(options)
-    refuse_missing_bucket(options.target, target_options)
+    _begin(options)
     failures: dict[str, CheckpointError] = {}  # of some of several; the others are taken
     infos, is_many = _sources(options, failures)
     given = local_path(options.target)
-    into = is_many or given.endswith("/") or _is_plain_directory(given, target_options)
+    into = is_many or given.endswith("/") or _is_plain_directory(given, options.target_storage_options)
     for info in infos if removes else []:
         _refuse_what_stays(info.path, info.is_directory)
     done: list[dict[str, Any]] = []
@@ -95,9 +94,9 @@ def _transfer_all(options: Options) -> int:
         for info in infos:
             target = f"{given.rstrip('/')}/{info.name}" if into else given
             try:
-                is_new = _transfer(info, target, options.storage_options, target_options, options.force)
+                is_new = _transfer(info, target, options, force=options.force)
                 if removes:
-                    _remove(info, target, options.storage_options, target_options)
+                    _remove(info, target, options)
             except CheckpointError as error:
                 if info.path not in options.sources and not is_there(info.path, options.storage_options):
                     print(f"{printable(info.path)} was deleted meanwhile", file=sys.stderr)
@@ -150,9 +149,11 @@ def _sources(options: Options, failures: dict[str, CheckpointError]) -> tuple[li
     return infos, is_many
 
 
-def _target_options(options: Options) -> dict[str, Any] | None:
-    given: dict[str, Any] | None = options.target_storage_options
-    return options.storage_options if given is None else given
+def _begin(options: Options) -> None:
+    """Have the target reached as the source is, unless the options say how; refuse one without a bucket."""
+    if options.target_storage_options is None:
+        options.target_storage_options = options.storage_options
+    refuse_missing_bucket(options.target, options.target_storage_options)
 
 
 # ---- sync ------------------------------------------------------------------------------------------------------------
@@ -175,20 +176,19 @@ class _Step:
 
 
 def _sync(options: Options) -> int:
-    target_options = _target_options(options)
-    refuse_missing_bucket(options.target, target_options)
-    copies, deletions = _plan(options, target_options)
+    _begin(options)
+    copies, deletions = _plan(options)
     size = sum(_MOVED * step.info.size for step in copies if step.action in ("copy", "replace"))
     size += sum(step.info.size for step in copies if step.action == "was there" and options.verify)
     done = copies
     if not options.dry_run:
         with progress(options, "sync", size):
-            done = [_copied(step, options, target_options) for step in copies]
+            done = [_copied(step, options) for step in copies]
     if not options.json:
         for step in done:
             print(step)
     is_whole = not any(step.is_missing for step in done)
-    deletions = _delete_at_target(deletions, options, target_options, is_whole)
+    deletions = _delete_at_target(deletions, options, is_whole)
     if options.json:
         print_json(
             [{"action": s.action, "path": s.path, "target": s.target, "why": s.why} for s in [*done, *deletions]]
@@ -198,7 +198,7 @@ def _sync(options: Options) -> int:
     return Exit.OK if is_whole else Exit.FAILED
 
 
-def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list[_Step], list[_Step]]:
+def _plan(options: Options) -> tuple[list[_Step], list[_Step]]:
     """Return what is to be done about the checkpoints of the source, oldest first, and about others at the target."""
     source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
     refuse_itself(source, target)
@@ -220,10 +220,11 @@ def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list
     for place in places:
         directory = target + full_path(place.path).rstrip("/").removeprefix(source)
         try:
-            there = {info.name: info for info in find(directory, target_options).checkpoints}
+            there = {info.name: info for info in find(directory, options.target_storage_options).checkpoints}
         except CheckpointNotFoundError:
             there = {}
-        origin, storage = storage_for(source, options.storage_options), storage_for(target, target_options)
+        origin = storage_for(source, options.storage_options)
+        storage = storage_for(target, options.target_storage_options)
         copies += [
             _step(info, there.pop(info.name, None), f"{directory}/{info.name}", origin, storage)
             for info in reversed(place.checkpoints)
@@ -268,13 +269,13 @@ def _only_at_target(info: CheckpointInfo, source: list[CheckpointInfo]) -> _Step
     return _Step("keep" if why else "delete", info.path, info.path, info, why or "not at the source")
 
 
-def _copied(step: _Step, options: Options, target_options: dict[str, Any] | None) -> _Step:
+def _copied(step: _Step, options: Options) -> _Step:
     try:
         if step.action in ("copy", "replace"):
-            is_new = _transfer(step.info, step.target, options.storage_options, target_options, True)
+            is_new = _transfer(step.info, step.target, options, force=True)
             return step if is_new else dataclasses.replace(step, action="was there", why="")
         if step.action == "was there" and options.verify:
-            is_new = _transfer(step.info, step.target, options.storage_options, target_options, True)
+            is_new = _transfer(step.info, step.target, options, force=True)
             return dataclasses.replace(step, action="replace", why="what was there was damaged") if is_new else step
     except CheckpointError as error:
         if not is_there(step.path, options.storage_options):
@@ -287,9 +288,7 @@ def _in_a_line(error: CheckpointError) -> str:
     return error.message if error.remedy is None else f"{error.message}; {error.remedy}"
 
 
-def _delete_at_target(
-    steps: list[_Step], options: Options, target_options: dict[str, Any] | None, is_whole: bool
-) -> list[_Step]:
+def _delete_at_target(steps: list[_Step], options: Options, is_whole: bool) -> list[_Step]:
     """Delete what is to be deleted at the target, if that is safe and somebody has said so; return what was done."""
     surplus = [step for step in steps if step.action == "delete"]
     if surplus and not is_whole:
@@ -304,20 +303,18 @@ def _delete_at_target(
         print("ckpt sync: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
         return [dataclasses.replace(step, action="asked") for step in steps]
     for step in surplus:
-        delete(step.info, target_options)
+        delete(step.info, options.target_storage_options)
     return steps
 
 
 # ---- one checkpoint --------------------------------------------------------------------------------------------------
 
 
-def _take_pin_along(
-    info: CheckpointInfo, target: str, source_options: dict[str, Any] | None, target_options: dict[str, Any] | None
-) -> None:
-    origin = storage_for(info.path, source_options)
+def _take_pin_along(info: CheckpointInfo, target: str, options: Options) -> None:
+    origin = storage_for(info.path, options.storage_options)
     note = note_of_pin(info.path, origin) if info.is_pinned else None
     if note is not None:
-        pin(target.rstrip("/"), storage_for(target, target_options), note)
+        pin(target.rstrip("/"), storage_for(target, options.target_storage_options), note)
         unpin(info.path, origin)
 
 
@@ -336,12 +333,10 @@ def _refuse_what_stays(path: str, is_directory: bool) -> None:
             )
 
 
-def _remove(
-    info: CheckpointInfo, target: str, source_options: dict[str, Any] | None, target_options: dict[str, Any] | None
-) -> None:
+def _remove(info: CheckpointInfo, target: str, options: Options) -> None:
     try:
-        _take_pin_along(info, target, source_options, target_options)
-        delete(info, source_options)
+        _take_pin_along(info, target, options)
+        delete(info, options.storage_options)
     except CheckpointError as error:
         error.message += f"; it is complete at {target}"
         raise
@@ -355,13 +350,7 @@ def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bo
     )
 
 
-def _transfer(
-    info: CheckpointInfo,
-    target: str,
-    source_options: dict[str, Any] | None,
-    target_options: dict[str, Any] | None,
-    force: bool,
-) -> bool:
+def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: bool) -> bool:
     """Copy a checkpoint and verify the copy; return whether it was not there already.
 
     If the source is damaged, the target is as it was before, or gone if it was replaced.
@@ -373,7 +362,8 @@ def _transfer(
 
     source, path = full_path(info.path), full_path(target)
     refuse_itself(source, path)
-    origin, storage = storage_for(source, source_options), storage_for(path, target_options)
+    origin = storage_for(source, options.storage_options)
+    storage = storage_for(path, options.target_storage_options)
     is_there = _is_same(origin, source, storage, path)
     if is_there is False and not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
