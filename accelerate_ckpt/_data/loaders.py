@@ -310,6 +310,8 @@ class LoaderPositions:
 
     def hands_out(self, position: LoaderPosition) -> None:
         """Note that the script is given a batch; warn if it repeats another loader, of which a resume has a part."""
+        if position.has_trained:
+            self._rng_in_body = None  # of a save between two batches: nothing was left of a body
         for other in self._positions:
             if position in other.outlasted_by:
                 other.outlasted_by[position] += 1

@@ -151,7 +151,7 @@ def test_an_evaluation_in_which_is_saved_is_said_and_the_next_one_is_whole(
 
 
 BODY = (
-    LISTEN
+    LISTEN.replace('"sync")', '"sync", interval=interval, checkpoint_dir=path)')
     + """
     model, data = nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.arange(96.0).view(24, 4) / 96
     evaluation = DataLoader(data, 8)
@@ -186,7 +186,13 @@ BODY = (
 def test_an_evaluation_after_a_save_in_a_body_is_said_by_the_run_that_saves(
     ranks: Ranks, tmp_path: Path, evaluates: str
 ) -> None:
-    (found,) = ranks.run(BODY, 1, path=str(tmp_path), evaluates=evaluates)
+    (found,) = ranks.run(BODY, 1, path=str(tmp_path), evaluates=evaluates, interval=None)
     assert found.error is None, found.message
     expected = [True] if evaluates == "after" else []
     assert ["in what was left of the batch's body" in text for text in found.told["said"]] == expected
+
+
+def test_what_is_saved_between_two_batches_is_after_all_of_a_body(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks.run(BODY, 1, path=str(tmp_path), evaluates="never", interval="auto")
+    assert found.error is None, found.message
+    assert found.told["said"] == []
