@@ -44,8 +44,8 @@ class Preemption:
 
     Args:
         signals: Names of signals. Handlers that the program has already installed are called, too.
-        deadline: Seconds from now, or a time (without a zone: local time), also as text (``"2026-11-22T04:00"``).
-            Allow for a step and a save.
+        deadline: Seconds from now, whatever becomes of the clock, or a time (without a zone: local time), also as text
+            (``"2026-11-22T04:00"``). Allow for a step and a save.
         notice: The path of a file that will appear, or a function without arguments that returns whether to end, called
             on a thread. One rank is enough for either. If the function raises, that is logged the first time, and it is
             called again.
@@ -121,6 +121,9 @@ class Notices:
 
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
         self._preemption, self._ask = preemption, ask
+        # Clocks are set, and the seconds that a scheduler leaves a run are the same
+        self._clock = time.monotonic if _is_number(preemption.deadline) else time.time
+        self._ends_at = None if preemption.ends_at is None else self._clock() + (preemption.ends_at - time.time())
         self._closed = Latch()
         self._has_failed = False
         if preemption.ends_at is not None or preemption.notice is not None:
@@ -132,8 +135,7 @@ class Notices:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            ends_at = self._preemption.ends_at
-            came = _DEADLINE if ends_at is not None and time.time() >= ends_at else None
+            came = _DEADLINE if self._ends_at is not None and self._clock() >= self._ends_at else None
             came = came or (_NOTICE if self._has_notice() else None)
             if came is not None:
                 self._ask(came)
@@ -156,6 +158,14 @@ class Notices:
                 )
             self._has_failed = True
             return False
+
+
+def _is_number(deadline: Any) -> bool:
+    try:
+        float(deadline)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class SignalNotes:

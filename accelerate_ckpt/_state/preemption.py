@@ -7,7 +7,7 @@ has a collective because of it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -39,7 +39,9 @@ class PreemptionWatch:
         except ValueError as error:
             raise OptionError(f"preempt: {error}") from None
         self.signals = tuple(preemption.signals)  # names of the signals that count
-        self._watch = EndWatch(dataclasses.replace(preemption, signals=()), ranks, is_rank_gone)
+        silent = copy.copy(preemption)  # its seconds count from when it was made, and not from now
+        object.__setattr__(silent, "signals", ())
+        self._watch = EndWatch(silent, ranks, is_rank_gone)
         self._notes: SignalNotes | None = None
         # Whether somebody else knows better than the loaders where a step ends, and asks `due`
         self.asks_itself = True

@@ -14,8 +14,10 @@ import torch
 from accelerate import Accelerator
 
 from accelerate_ckpt import attach
+from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt.config import CheckpointConfig, OptionError
-from ckpt_core.preemption import NOT_SAVED
+from ckpt_core import RankGroup
+from ckpt_core.preemption import NOT_SAVED, Preemption
 from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import RankResult, Ranks
 from tests.support.filling import fill
@@ -452,6 +454,13 @@ def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Pa
     (result,) = run(ranks, tmp_path, at=4, automatic=False, options={"preempt": None})
     assert "step" not in result.told
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_seconds_of_a_deadline_count_from_when_it_was_given() -> None:
+    preemption = Preemption(deadline=3600)
+    watch = PreemptionWatch(preemption, RankGroup.alone(), lambda: False)
+    watch.close()
+    assert watch._watch._notices._preemption.ends_at == preemption.ends_at
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_a_notice_comes_once(tmp_path: Path) -> None:
     assert came == ["a notice"]
 
 
+def test_seconds_are_counted_though_the_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: queue.Queue[str] = queue.Queue()
+    notices = Notices(Preemption(deadline=1, look_every=0.01), came.put)
+    set_back = SimpleNamespace(time=lambda: time.time() - 3600, monotonic=time.monotonic)
+    monkeypatch.setattr("ckpt_core.preemption.time", set_back)
+    assert came.get(timeout=SECONDS) == "its deadline"
+    notices.close()
+
+
 def test_a_deadline_that_is_over_is_said(caplog: pytest.LogCaptureFixture) -> None:
     Preemption(deadline="2020-01-01T04:00")
     assert "the deadline 2020-01-01T04:00 is over: this run saves after its first step" in caplog.text
@@ -107,7 +117,7 @@ def test_a_question_that_fails_is_asked_again_and_ends_no_other_watch(
     if reason == "its deadline":
         for _ in range(2):
             asked.get(timeout=SECONDS)
-        notices._preemption = Preemption(notice=fails, deadline="2020-01-01T04:00", look_every=0.01)
+        notices._ends_at = time.time()
     assert came.get(timeout=SECONDS) == reason
     assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("no network",)]
 
