@@ -18,7 +18,7 @@ from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.save import Pipeline
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.errors import CheckpointError
-from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
+from ckpt_core.events import CheckpointLoaded, Event, Listener, notify, rank_of_process
 from ckpt_core.option_checks import (
     check_count,
     check_functions,
@@ -296,7 +296,7 @@ class CheckpointerBase:
         wait_for_saves(source)  # of another checkpointer
         self.wait_staged()  # it may be loaded into what is being copied
         uploader = self._uploader_of(source)
-        if uploader is not None:
+        if uploader is not None and rank_of_process() == 0:  # all ranks load, and one uploads what is left
             uploader.resume(source)
         return source
 

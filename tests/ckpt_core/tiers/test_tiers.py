@@ -631,6 +631,17 @@ def test_a_late_upload_is_no_newer_checkpoint(setting: Setting) -> None:
         assert newest.path == setting.there(1)
 
 
+@pytest.mark.parametrize(("rank", "uploaded"), [(0, ["0"]), (1, [])])
+def test_of_ranks_that_load_one_uploads_what_was_left(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, rank: int, uploaded: list[str]
+) -> None:
+    setting.layout.save(setting.layout.checkpointer(strategy="sync"), setting.here(0), 0)
+    monkeypatch.setattr("ckpt_core.checkpointer.rank_of_process", lambda: rank)
+    with setting.run() as run:
+        assert setting.layout.value(run, setting.here(0)) == 0
+    assert setting.uploaded() == uploaded
+
+
 def test_without_the_store_the_local_tier_is_looked_at(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
     with setting.run() as run:
         setting.layout.save(run, setting.here(1), 1)
