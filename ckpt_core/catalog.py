@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt_core._layouts.directory.leftovers import remove_leftovers
+from ckpt_core._layouts.directory.leftovers import has_digests, remove_leftovers
 from ckpt_core._pipeline.loading import peek, stamp_of, verify
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import (
+    CheckpointCorruptedError,
     CheckpointError,
     CheckpointNotFoundError,
     StorageError,
@@ -34,7 +35,15 @@ from ckpt_core.option_checks import (
 )
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
-from ckpt_core.storage import Storage, is_remote, local_path, refuse_unwritable, refuse_wrong_directory, storage_for
+from ckpt_core.storage import (
+    MANIFEST_NAME,
+    Storage,
+    is_remote,
+    local_path,
+    refuse_unwritable,
+    refuse_wrong_directory,
+    storage_for,
+)
 from ckpt_core.threads import run_parallel
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
@@ -397,7 +406,7 @@ class Catalog:
         self.passed_over = {}
         wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
-        if not by_age:
+        if not by_age and not in_memory:
             self.refuse_wrong_directory()
 
         def place(info: CheckpointInfo) -> Catalog:
@@ -421,13 +430,21 @@ class Catalog:
                 notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
 
     def refuse_wrong_directory(self) -> None:
-        """Refuse a directory where no checkpoint can be: that is no first start, but a wrong path.
+        """Refuse a directory where no checkpoint can be, or only remains of some: that is no first start.
 
         Raises:
             CheckpointError: As :func:`ckpt_core.storage.refuse_wrong_directory`.
+            CheckpointCorruptedError: On a local disk, a checkpoint has lost its manifest.
         """
         for directory in {self._saved_in, self._uploaded_to}:
             refuse_wrong_directory(directory, self._storage_options)
+            if is_remote(directory):
+                continue  # what was never committed has such a name there
+            storage = storage_for(directory)
+            for path in storage.subdirectories(directory):
+                if path.endswith(self._suffix) and has_digests(storage.list(path)):
+                    reason = CheckpointCorruptedError(f"its {MANIFEST_NAME} is missing", path=path)
+                    raise none_verifies(directory, {path: reason})
 
     def refuse_unwritable(self) -> None:
         """Refuse a directory in which a run could not save. Later starts do without the place of the uploads.

@@ -255,9 +255,9 @@ def newest_usable(
             text = f"cannot read the checkpoint: {error.strerror or error}"
             raise StorageError(text, path=info.path, errno=error.errno) from error
 
-    catalog = Catalog(root, storage_options=session.config.storage_options, tiers=session.tiers)
     if not found:
-        catalog.refuse_wrong_directory()
+        options = session.config.storage_options
+        Catalog(root, suffix="", storage_options=options, tiers=session.tiers).refuse_wrong_directory()
     problems: dict[str, CheckpointError] = {}
     order = list if auto is None else auto.in_order
     info = first_usable(root, found, check_info, passed_over=problems, order=order)

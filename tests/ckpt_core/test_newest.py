@@ -449,3 +449,15 @@ def test_the_root_of_a_volume_holds_checkpoints(anyones_path: Path) -> None:
         os.seteuid(user)
         lost.chmod(0o700)
     assert newest is not None and newest.name == "2.ckpt"
+
+
+def test_a_directory_that_has_lost_its_manifest_is_no_first_start(tmp_path: Path) -> None:
+    save(tmp_path / "epoch=0.ckpt", 0, "directory")
+    (tmp_path / "epoch=0.ckpt" / "manifest.json").unlink()
+    with pytest.raises(CheckpointCorruptedError, match=r"such as epoch=0\.ckpt: its manifest\.json is missing"):
+        Catalog(tmp_path).newest_verified()
+    assert Catalog(tmp_path, suffix=".other").newest_verified() is None
+    save(tmp_path / "epoch=1.ckpt", 1)
+    found = Catalog(tmp_path).newest_verified()
+    assert found is not None
+    assert found.name == "epoch=1.ckpt"

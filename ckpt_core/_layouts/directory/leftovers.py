@@ -52,6 +52,11 @@ def remove_leftovers(
     return removed
 
 
+def has_digests(files: Sequence[FileInfo]) -> bool:
+    """Return whether some of a directory's files are a checkpoint's, as only this package writes them."""
+    return any(_DIGESTS.fullmatch(os.path.basename(file.path)) for file in files)
+
+
 def _is_abandoned(files: Sequence[FileInfo], silent_seconds: float) -> bool:
     if any(os.path.basename(file.path) == MANIFEST_NAME or file.modified == 0.0 for file in files):
         return False
