@@ -22,7 +22,7 @@ import torch
 
 from ckpt_core import CheckpointInfo
 from ckpt_core.catalog import newest_first
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, one_of, or_none
 from ckpt_core.paths import is_remote
 from ckpt_core.pins import pin_path
@@ -420,7 +420,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._report is not None:
             self._report.tell_loggers()
         self._end_memory(keep=not self._is_ending)
-        if self._auto is not None and _was_told_to_end(exception):
+        if self._auto is not None and _is_no_crash(exception):
             self._auto.end(trainer)
 
     # ---- the exact state ---------------------------------------------------------------------------------------------
@@ -1031,8 +1031,10 @@ def _check_alone(interval: str | None, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _was_told_to_end(exception: BaseException) -> bool:
-    return isinstance(exception, KeyboardInterrupt) or type(exception).__name__ == "SIGTERMException"
+def _is_no_crash(exception: BaseException) -> bool:
+    # The run was told to end, or has another model than it had, for which older checkpoints are no better.
+    no_crash = isinstance(exception, (KeyboardInterrupt, StateMismatchError))
+    return no_crash or type(exception).__name__ == "SIGTERMException"
 
 
 def _warn_again(found: warnings.WarningMessage) -> None:

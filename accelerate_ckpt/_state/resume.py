@@ -10,8 +10,11 @@ from typing import Any
 
 from accelerate_ckpt._state.naming import automatic_root, path_text
 from ckpt_core.catalog import Catalog, CheckpointInfo
+from ckpt_core.errors import StateMismatchError
 from ckpt_core.paths import is_remote
 from ckpt_core.resume import ResumeAttempts, ResumePoint, folder_of_run
+
+_NO_CRASH = (KeyboardInterrupt, StateMismatchError, type(None))
 
 
 def directory_of_run(session: Any) -> str:
@@ -86,10 +89,13 @@ class AutoResume:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """The program ends, or training has: unless an exception has ended it, that was no crash, and nor is Ctrl-C."""
+        """The program ends, or training has: unless an exception has ended it, that was no crash.
+
+        Nor are Ctrl-C, and another model than the checkpoint's, for which older ones are no better.
+        """
         atexit.unregister(self.end)
         is_counted, self._is_counted = self._is_counted, False
-        if is_counted and isinstance(getattr(sys, "last_value", None), (KeyboardInterrupt, type(None))):
+        if is_counted and isinstance(getattr(sys, "last_value", None), _NO_CRASH):
             self._attempts.end()
 
     def crashed(self) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from accelerate import Accelerator
 
 from accelerate_ckpt import attach
 from accelerate_ckpt._state.preemption import PreemptionWatch
+from accelerate_ckpt._state.resume import AutoResume
 from accelerate_ckpt.config import CheckpointConfig, OptionError
-from ckpt_core import RankGroup
+from ckpt_core import CheckpointInfo, RankGroup
+from ckpt_core.errors import StateMismatchError
 from ckpt_core.preemption import NOT_SAVED, Preemption
 from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import RankResult, Ranks
@@ -299,6 +302,20 @@ def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(ranks: Ranks, tmp
         names.append(result.told["resumed"][0])
     assert names == ["step_6", "step_6", "step_3"]
     assert (tmp_path / "checkpoints" / "step_6").exists()
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "is_crash"),
+    [(KeyboardInterrupt(), False), (StateMismatchError("another model"), False), (OSError(), True)],
+)
+def test_another_model_is_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_by: BaseException, is_crash: bool
+) -> None:
+    auto = AutoResume(SimpleNamespace(config=CheckpointConfig(resume="auto"), tiers=None), str(tmp_path))
+    auto.begin(CheckpointInfo(str(tmp_path / "step_3"), 1, 0.0, True))
+    monkeypatch.setattr("sys.last_value", ended_by, raising=False)
+    auto.end()
+    assert (tmp_path / ".ckpt-resumes.json").exists() == is_crash
 
 
 SEVERAL = """

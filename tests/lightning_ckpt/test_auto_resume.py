@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointCorruptedError, CheckpointInfo
-from ckpt_core.errors import StorageError
+from ckpt_core.errors import StateMismatchError, StorageError
 from ckpt_core.resume import ResumePoint
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume
@@ -185,6 +185,17 @@ def test_an_end_that_was_asked_for_is_no_crash(tmp_path: Path) -> None:
     for _ in range(2):
         crash(tmp_path, resume_attempts=1)
     assert taken(started(tmp_path, steps=3, resume_attempts=None)) == "step=3.ckpt"
+
+
+def test_another_model_is_no_crash(tmp_path: Path) -> None:
+    trainer = started(tmp_path, steps=3)
+    for _ in range(3):
+        trainer = started(tmp_path, fits=False)
+        other = model_of()
+        other.extra = torch.nn.Linear(1, 1)
+        with pytest.raises(StateMismatchError, match="extra"):
+            trainer.fit(other)
+    assert taken(started(tmp_path)) == "step=3.ckpt"
 
 
 TOLD_ON_TWO_RANKS = """
