@@ -406,8 +406,10 @@ class Catalog:
         self.passed_over = {}
         wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
-        if not by_age and not in_memory:
+        if not by_age:
             self.refuse_wrong_directory()
+        if not by_age and not in_memory:
+            self.refuse_remains()
 
         def place(info: CheckpointInfo) -> Catalog:
             return self._memory if self._memory is not None and info in in_memory else self
@@ -430,21 +432,27 @@ class Catalog:
                 notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
 
     def refuse_wrong_directory(self) -> None:
-        """Refuse a directory where no checkpoint can be, or only remains of some: that is no first start.
+        """Refuse a directory where no checkpoint can be: that is no first start, but a wrong path.
 
         Raises:
             CheckpointError: As :func:`ckpt_core.storage.refuse_wrong_directory`.
-            CheckpointCorruptedError: On a local disk, a checkpoint has lost its manifest.
         """
         for directory in {self._saved_in, self._uploaded_to}:
             refuse_wrong_directory(directory, self._storage_options)
-            if is_remote(directory):
-                continue  # what was never committed has such a name there
-            storage = storage_for(directory)
-            for path in storage.subdirectories(directory):
-                if path.endswith(self._suffix) and has_digests(storage.list(path)):
-                    reason = CheckpointCorruptedError(f"its {MANIFEST_NAME} is missing", path=path)
-                    raise none_verifies(directory, {path: reason})
+
+    def refuse_remains(self) -> None:
+        """Refuse a local directory in which no checkpoint is complete, but one was: that is no first start, either.
+
+        Raises:
+            CheckpointCorruptedError: A checkpoint has lost its manifest.
+        """
+        if is_remote(self._saved_in):
+            return  # what was never committed has such a name there
+        storage = storage_for(self._saved_in)
+        for path in storage.subdirectories(self._saved_in):
+            if path.endswith(self._suffix) and has_digests(storage.list(path)):
+                reason = CheckpointCorruptedError(f"its {MANIFEST_NAME} is missing", path=path)
+                raise none_verifies(self._saved_in, {path: reason})
 
     def refuse_unwritable(self) -> None:
         """Refuse a directory in which a run could not save. Later starts do without the place of the uploads.

@@ -21,7 +21,7 @@ from weakref import proxy
 import torch
 
 from ckpt_core import CheckpointInfo
-from ckpt_core.catalog import newest_first
+from ckpt_core.catalog import Catalog, newest_first
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, one_of, or_none
 from ckpt_core.paths import is_remote
@@ -29,7 +29,6 @@ from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import NOT_SAVED, Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
-from ckpt_core.storage import refuse_wrong_directory
 from ckpt_core.survivors import no_rescue, wait_seconds_of
 from ckpt_core.tiers import MEMORY_ROOT, MemoryTier
 from lightning_ckpt._bases import ModelCheckpointBase
@@ -891,7 +890,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self.meet(trainer)
         given = os.fspath(trainer.default_root_dir if self._given_dirpath is None else self._given_dirpath)
         if not is_remote(given):  # of links in it, ModelCheckpoint only knows where they lead
-            refuse_wrong_directory(given)
+            Catalog(given).refuse_wrong_directory()
         options = {"storage_options": self._lookup.storage_options, "tiers": self._lookup.tiers}
         return self.newest(trainer, self._auto.look(checkpoint_directory(self, trainer), **options))
 

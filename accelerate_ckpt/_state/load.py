@@ -256,8 +256,9 @@ def newest_usable(
             raise StorageError(text, path=info.path, errno=error.errno) from error
 
     if not found:
-        options = session.config.storage_options
-        Catalog(root, suffix="", storage_options=options, tiers=session.tiers).refuse_wrong_directory()
+        catalog = Catalog(root, suffix="", storage_options=session.config.storage_options, tiers=session.tiers)
+        catalog.refuse_wrong_directory()
+        catalog.refuse_remains()
     problems: dict[str, CheckpointError] = {}
     order = list if auto is None else auto.in_order
     info = first_usable(root, found, check_info, passed_over=problems, order=order)
