@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.torch_file.loading import load_torch_file
+from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.checkpointer import Checkpointer
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError, StateMismatchError
@@ -70,6 +71,7 @@ def load_whole(
         CheckpointError: It is damaged, or not readable.
     """
     path = full_path(source)
+    wait_for_saves(path)  # of another checkpointer
     settings: dict[str, Any] = {"strategy": "sync", "storage_options": storage_options, "tiers": tiers}
     with DirectoryCheckpointer(**settings) as directories:
         if directories.exists(path):
@@ -100,7 +102,7 @@ def _collected(opened: DirectoryCheckpoint | Exported, of_trainer: bool, map_loc
         raise CheckpointFormatError(
             f"the directory holds the parts {', '.join(opened.parts)}, which are not those of a Trainer's checkpoint",
             path=opened.path,
-            remedy="load it with what saved it, or take its weights: ckpt convert --to safetensors",
+            remedy="load it with what saved it; or ckpt convert --to file (for Fabric) or --to safetensors (weights)",
         )
     return _parts(opened, empty)
 
@@ -312,6 +314,7 @@ def convert_to_dcp(
         CheckpointError: See :func:`load_whole`; or there is something at the target.
     """
     path = full_path(source)
+    wait_for_saves(path)
     if is_directory_checkpoint(storage_for(path, storage_options), path):
         export_dcp(source, target, storage_options=storage_options)
         return

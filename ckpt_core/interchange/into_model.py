@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt_core._plan import LocalTensor, local_tensor
+from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate
@@ -267,6 +268,7 @@ def _local(key: str, tensor: torch.Tensor) -> LocalTensor:
 def _opened(
     path: str, part: str | None, weights_only: bool | None, storage_options: dict[str, Any] | None
 ) -> Iterator[_State | _Directory]:
+    wait_for_saves(path)
     with DirectoryCheckpointer(strategy="sync", storage_options=storage_options) as directories:
         if directories.exists(path):
             with directories.load(path, weights_only=weights_only) as opened:

@@ -26,6 +26,7 @@ from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, 
 from ckpt_core._layouts.torch_file.loading import translated_errors
 from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -97,6 +98,7 @@ def export_model(
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, not {max_shard_size}")
     path = full_path(source)
+    wait_for_saves(path)
     with tensors_of(path, part, storage_for(path, storage_options)) as found, new_directory(target) as directory:
         tensors = {key.removeprefix(prefix): tensor for key, tensor in found.items() if key.startswith(prefix)}
         if not tensors:

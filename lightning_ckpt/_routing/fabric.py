@@ -24,6 +24,7 @@ from ckpt_core import Kind, Part, RankGroup
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StateMismatchError
 from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.state.kinds import frozen_parameters
+from ckpt_core.state.trainer_parts import is_of_trainer
 from lightning_ckpt._private.loops import given_to
 from lightning_ckpt._routing.trainer import (
     is_routed,
@@ -149,8 +150,7 @@ def _load(
         how = {} if weights_only is None else {"weights_only": weights_only}
         return own(path, state, strict, **how)
     with checkpoint as opened:
-        rest: dict[str, Any] = opened.load(_REST, rank=0)
-        parts = [name for name in opened.parts if name != _REST]
+        rest, parts = _rest_of(opened, state)
         if not state:
             return {**rest, **{name: {**opened.load(name), **rest[name]} for name in parts}}
         if isinstance(state, (nn.Module, Optimizer)):
@@ -164,6 +164,18 @@ def _load(
             if name in rest:
                 _load_one(fabric.strategy, opened, name, state, value, rest.pop(name), strict)
     return rest
+
+
+def _rest_of(opened: Any, state: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return all but weights and optimizers, by name, with the buffers of models; and the parts that hold those."""
+    parts = [name for name in opened.parts if name != _REST]
+    if _REST in opened.parts or is_of_trainer(opened):
+        return opened.load(_REST, rank=0), parts
+    # ckpt convert has made it of a file: what the caller does not fill is plain data.
+    given = state if isinstance(state, Mapping) else {}
+    filled = [name for name in parts if isinstance(given.get(name), (nn.Module, Optimizer))]
+    rest = {name: opened.load(name) for name in parts if name not in filled}
+    return {**rest.pop("root", {}), **rest, **{name: {} for name in filled}}, filled
 
 
 def _is_of_others(plugin: Any, path: str, error: CheckpointError) -> bool:

@@ -24,6 +24,7 @@ from ckpt_core import (
     Part,
 )
 from ckpt_core.cli import main
+from ckpt_core.interchange import convert_to_directory, convert_to_file
 from lightning_ckpt import (
     AsyncCheckpointIO,
     ResumableCheckpoint,
@@ -206,6 +207,30 @@ def test_fabric_with_the_plugin_loads_files_of_others(tmp_path: Path) -> None:
         assert fabric.load(tmp_path / "ours", weights_only=False)["color"] is Color.RED
     with pytest.raises(CheckpointError, match="weights_only"):
         fabric.load(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("of_fabric", [True, False])
+def test_fabric_loads_a_directory_that_was_converted_to_a_file_and_back(of_fabric: bool, tmp_path: Path) -> None:
+    fabric = lightning.fabric.Fabric(accelerator="cpu", plugins=[DIRECTORY() if of_fabric else FILE()])
+    fabric.launch()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+    fabric.backward(model(torch.randn(4, 4)).square().mean())
+    optimizer.step()
+    fabric.save(tmp_path / "first", {"model": model, "optimizer": optimizer, "step": 3, "own": {"a": [1, 2]}, "x": "y"})
+    convert_to_file(tmp_path / "first", tmp_path / "file.ckpt")
+    convert_to_directory(tmp_path / "file.ckpt", tmp_path / "again")
+
+    fabric = lightning.fabric.Fabric(accelerator="cpu", plugins=[DIRECTORY()])
+    fabric.launch()
+    filled = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    filled, other = fabric.setup(filled, torch.optim.Adam(filled.parameters()))
+    into = {"model": filled, "optimizer": other, "step": 0, "own": None}
+    assert fabric.load(tmp_path / "again", into) == {"x": "y"}
+    assert (into["step"], into["own"]) == (3, {"a": [1, 2]})
+    assert same(dict(filled.state_dict()), dict(model.state_dict()))
+    assert same(other.state_dict()["state"][0], optimizer.state_dict()["state"][0])
+    assert fabric.load(tmp_path / "again")["step"] == 3
 
 
 @pytest.mark.parametrize("plugin", [FILE, DIRECTORY])
