@@ -84,7 +84,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except CheckpointError as error:
         code = fail(options, error, Exit.FAILED)
         if isinstance(error, StorageError) and "://" in (error.path or ""):
-            print(f"  of a store: {STORE_OPTIONS}", file=sys.stderr)
+            print(f"  for a store: {STORE_OPTIONS}", file=sys.stderr)
         return code
     except OSError as error:
         if not (error.filename and error.strerror):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, size_at
 from ckpt_core.cli.inspecting import described
-from ckpt_core.cli.output import count, fail, interest, print_json, printable, styled
+from ckpt_core.cli.output import count, fail, interest, print_json, print_lines
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointError
@@ -31,7 +31,7 @@ def add_commands(commands: Commands) -> None:
         "diff",
         _diff,
         help="compare two checkpoints, key by key",
-        epilog="First weights (- only in A, + only in B, ~ differ), then optimizers, steps, and the rest. A file may\n"
+        epilog="First weights (- only in A, + only in B, ~ differ), then optimizers, steps, and the rest. A file may "
         "be compared with a directory. Both are loaded into memory, and every byte is verified.",
         example="runs/step=100.ckpt runs/step=200.ckpt",
         codes="0 the same bits, 1 they differ, 2 they cannot be compared, or usage.",
@@ -49,6 +49,7 @@ def _diff(options: Options) -> int:
         size = sum(size_at(path, options.storage_options) for path in (options.first, options.second))
         with progress(options, "load", size):
             first, second = _leaves(options.first, options), _leaves(options.second, options)
+        first, second = _named_as_in(second, first), _named_as_in(first, second)
     except CheckpointError as error:
         return fail(options, error, Exit.USAGE, said_by="ckpt diff")
     found = list(_differences(first, second))
@@ -59,11 +60,11 @@ def _diff(options: Options) -> int:
         print_json(by_kind | {"same": same})
     else:
         for part, entries in itertools.groupby(found, key=lambda each: _part(each[1])):
-            for line in _lines(part, list(entries), None if options.all else _SHOWN):
-                print(line)
-        print(
+            for line, style in _lines(part, list(entries), None if options.all else _SHOWN):
+                print_lines(line, style)
+        print_lines(
             f"{count(same, 'key')} the same, {counts['differ']} differ, {counts['only_first']} only in "
-            f"{printable(options.first)}, {counts['only_second']} only in {printable(options.second)}"
+            f"{options.first}, {counts['only_second']} only in {options.second}"
         )
     return Exit.FAILED if found else Exit.OK
 
@@ -85,12 +86,12 @@ def _part(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> Iterator[str]:
+def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> Iterator[tuple[str, str]]:
     for kind, name, text in entries[:most]:
         sign, style = _KINDS[kind]
-        yield styled(f"{sign} {printable(name)}: {printable(text)}", style)
+        yield f"{sign} {name}: {text}", style
     if most is not None and len(entries) > most:
-        yield f"  and {len(entries) - most} more of {printable(part)} (--all)"
+        yield f"  and {len(entries) - most} more of {part} (--all)", ""
 
 
 def _leaves(path: str, options: Options) -> dict[str, Any]:
@@ -104,6 +105,16 @@ def _leaves(path: str, options: Options) -> dict[str, Any]:
     state = load_whole(path, weights_only=trust, storage_options=options.storage_options)
     beside = beside_parts(full_path(path), options.storage_options)
     return dict(leaves({**beside, **state} if beside else state, repeats=True))
+
+
+def _named_as_in(other: Mapping[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """Return a model alone, as safetensors hold it, by its names in the checkpoint that it is compared with."""
+    names = [name.partition(".")[2] for name in model]
+    if {*map(_part, model)} != {"model"} or model.keys() & other.keys():
+        return model
+    prefixes = [known.removesuffix(names[0]) for known in other if known.endswith(f".{names[0]}")]
+    prefix = max(prefixes, key=lambda prefix: sum(prefix + name in other for name in names), default="model.")
+    return {prefix + name: leaf for name, leaf in zip(names, model.values(), strict=True)}
 
 
 def _difference(first: Any, second: Any) -> str | None:
@@ -204,6 +215,8 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> str | None:
         return None
     text = f"{described(first)}, {{}} of {count(one.numel(), 'element')} differ"
     try:
+        if one.numel() == 1 and one.item() != other.item():
+            return f"{described(first)}, {one.item()!r} and {other.item()!r}"
         differing = int((one != other).sum()) if one.dtype.itemsize > 1 or not one.is_floating_point() else one.numel()
         if one.is_floating_point():
             text += f", by up to {float((one.double() - other.double()).abs().max()):.3g}"

@@ -34,7 +34,7 @@ def add_commands(commands: Commands) -> None:
     completion = commands.add(
         "completion",
         lambda options: _completion(options, commands),
-        help="print what makes a shell complete commands, options and paths",
+        help="print a completion script for a shell",
         epilog='bash: add  eval "$(ckpt completion bash)"  to ~/.bashrc\n'
         'zsh:  add  eval "$(ckpt completion zsh)"   to ~/.zshrc, behind compinit\n'
         "fish: ckpt completion fish > ~/.config/fish/completions/ckpt.fish",

@@ -26,8 +26,8 @@ def add_commands(commands: Commands) -> None:
         "convert",
         _convert,
         help="write a checkpoint in another layout: one file, a directory, DCP, safetensors, or stock Accelerate's",
-        epilog="The layout of SOURCE is detected: a torch file, a directory of this package, DCP's own (also of\n"
-        "Lightning's FSDP and ModelParallel strategies, with meta.pt), stock Accelerate's save_state, a Hugging Face\n"
+        epilog="The layout of SOURCE is detected: a torch file, a directory of this package, DCP's own (also of "
+        "Lightning's FSDP and ModelParallel strategies, with meta.pt), stock Accelerate's save_state, a Hugging Face "
         "model. --to file makes one .ckpt of what many ranks have saved; load_from_checkpoint takes it.\n"
         "--to accelerate makes a directory for stock load_state, of a checkpoint of accelerate_ckpt or Lightning.",
         example="runs/step=100 model.ckpt --to file",
@@ -38,7 +38,9 @@ def add_commands(commands: Commands) -> None:
     )
     convert.add_argument("--to", required=True, choices=_LAYOUTS, help="the layout")
     convert.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
-    convert.add_argument("--prefix", help="safetensors: left out of the tensors' names (that which all of them have)")
+    convert.add_argument(
+        "--prefix", help="safetensors: left out of the tensors' names (default: what all of them begin with)"
+    )
     convert.add_argument(
         "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
     )
@@ -46,7 +48,7 @@ def add_commands(commands: Commands) -> None:
         "--allow-pickle",
         "--trust-pickle",
         action="store_true",
-        help="load objects that are not plain data: the file can run arbitrary code",
+        help="load objects that are not plain data: the file can then run code",
     )
     _add_force(convert)
 
@@ -61,7 +63,8 @@ def add_commands(commands: Commands) -> None:
     _add_format(export)
     export.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
     export.add_argument(
-        "--prefix", help="safetensors: only tensors whose names begin so, without it (that which all of them have)"
+        "--prefix",
+        help="safetensors: only tensors whose names begin with it, which is left out (default: what all begin with)",
     )
     export.add_argument(
         "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
@@ -70,7 +73,7 @@ def add_commands(commands: Commands) -> None:
     bring = commands.add(
         "import",
         _import,
-        help="make a checkpoint of one of another program",
+        help="turn another program's checkpoint into one of ours",
         example="model runs/start --format safetensors",
     )
     bring.add_argument("path", metavar="SOURCE", help="a directory that dcp.save wrote, or the directory of a model")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_core.cli.finding import find
-from ckpt_core.cli.output import complain, print_json, print_table
+from ckpt_core.cli.output import complain, print_card, print_json
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
@@ -46,7 +46,7 @@ def add_commands(commands: Commands) -> None:
         "doctor",
         _doctor,
         help="show versions, devices, how fast a place saves and loads, and what saves of a model will cost",
-        epilog="A checkpoint of --size is saved, loaded and deleted again. --bytes and --like say what a save of that\n"
+        epilog="A checkpoint of --size is saved, loaded and deleted again. --bytes and --like say what a save of that "
         "size would cost one process that trains here: from host memory; a device adds its copy to the host.",
         example="s3://bucket/run-7 --bytes 10GB",
         codes="0 the place works, 1 it does not, 2 usage.",
@@ -105,7 +105,7 @@ def _doctor(options: Options) -> int:
         rows += [(name, version or "not installed") for name, version in versions.items()]
         rows.append(("path", options.path))
         rows += [(name, text) for name, text in _shown(found)]
-        print_table(rows)
+        print_card(rows)
     if failure is not None:
         complain(failure, "ckpt doctor")
     return Exit.OK if failure is None else Exit.FAILED

@@ -172,7 +172,7 @@ def missing(path: str) -> CheckpointNotFoundError:
     """Return the error for a path at which nothing is."""
     remedy = "check the path"
     if "://" in path:
-        remedy += f"; of a store also {STORE_OPTIONS}"
+        remedy += f"; for a store, also {STORE_OPTIONS}"
     elif os.path.islink(path):
         remedy = f"it is a link to {os.readlink(path)}, where nothing is: make or mount that, or delete the link"
     return CheckpointNotFoundError(f"there is no such file, directory or bucket: {path}", path=path, remedy=remedy)
@@ -185,10 +185,12 @@ def find(
 
     ``failures`` is that of :func:`find_all`.
     """
+    from ckpt_core.awaited_paths import wait_for_saves
     from ckpt_core.catalog import Catalog
 
     place = local_path(path)
     place = place.rstrip("/") or place
+    wait_for_saves(place)  # of a program that runs the command in its own process
     storage = storage_for(place, storage_options)
     is_file = os.path.isfile(place) if not is_remote(place) else False
     if is_file or is_directory_checkpoint(storage, place):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import Found, find, find_foreign, no_checkpoint, state_of
-from ckpt_core.cli.output import age, count, interest, print_json, print_table, printable, styled
+from ckpt_core.cli.output import age, count, interest, print_card, print_json, print_lines, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.cli.progress import progress
 from ckpt_core.errors import UnsafeCheckpointError
@@ -75,14 +75,14 @@ def _inspect(options: Options) -> int:
         print_json({"path": path, **card, "entries": values})
         return Exit.OK
     print(styled(printable(options.path), "bold"))
-    print_table([(f"  {name}", text) for name, text in _card_lines(card)])
+    print_card([(f"  {name}", text) for name, text in _card_lines(card)])
     if options.depth != 0 and card["problem"] is None:
         print()
         tree = _Tree()
         for name, leaf in entries:
             tree.add(name, leaf)
         for line in tree.lines(options.depth):
-            print(line)
+            print_lines(line, indent=len(line) - len(line.lstrip()) + 4)
     return Exit.OK
 
 
@@ -271,9 +271,9 @@ class _Tree:
         for first, below in shown:
             name, node = below.shortened(first)
             for leaf in node.leaves:
-                yield f"{indent}{printable(name)}: {described(leaf)}"
+                yield f"{indent}{name}: {described(leaf)}"
             if node.children:
-                yield f"{indent}{printable(name)}  {node.summary()}"
+                yield f"{indent}{name}  {node.summary()}"
                 yield from node.lines(None if depth is None else depth - 1, indent + "  ")
         if len(shown) < len(names):
             yield f"{indent}and {len(names) - len(shown)} more (--all)"

@@ -27,7 +27,7 @@ def add_commands(commands: Commands) -> None:
         _ls,
         help="list the checkpoints of a directory, the newest first",
         epilog="Columns: when it was committed, state, step, size, metrics that its run noted, why it stays, path.\n"
-        "States: committed (by this package), no digests (another program's), and those of ckpt verify: DAMAGED,\n"
+        "States: committed (by this package), no digests (another program's), and those of ckpt verify: DAMAGED, "
         "FOREIGN, ERROR.\n"
         "Why: newest; best (says the newest of the run); pinned (by ckpt keep).",
         example="-R runs",

@@ -43,9 +43,9 @@ def add_commands(commands: Commands) -> None:
             name,
             _transfer_all,
             help=f"{what} checkpoints to another place or store; every byte is verified there",
-            epilog="A checkpoint appears at the target when it is complete, or not at all. What is there already and\n"
-            "the same is passed over, so that the same command continues after an interruption. SOURCE may be a\n"
-            "directory of checkpoints, all of which are taken. TARGET is a directory if it ends with / or is one,\n"
+            epilog="A checkpoint appears at the target when it is complete, or not at all. What is there already and "
+            "the same is passed over, so that the same command continues after an interruption. SOURCE may be a "
+            "directory of checkpoints, all of which are taken. TARGET is a directory if it ends with / or is one, "
             "or if there are several checkpoints.",
             example="runs/step=100.ckpt s3://bucket/run-7/",
         )
@@ -59,20 +59,20 @@ def add_commands(commands: Commands) -> None:
     sync = commands.add(
         "sync",
         _sync,
-        help="bring a directory of checkpoints to where another one is: copies what is missing, verified",
-        epilog="A checkpoint appears at the target when it is complete, or not at all; what is there already is\n"
+        help="copy what another directory of checkpoints lacks; every byte is verified there",
+        epilog="A checkpoint appears at the target when it is complete, or not at all; what is there already is "
         "passed over, so that the same command continues after an interruption, and may run beside a training.\n"
         "Under the same name (last.ckpt), the later commit replaces the earlier; a newer one at the target stays.\n"
-        "--delete deletes at the target what SOURCE no longer has, when all that it has is there. What is pinned,\n"
+        "--delete deletes at the target what SOURCE no longer has, when all that it has is there. What is pinned, "
         "damaged, another program's, or newer than all of SOURCE stays. An empty SOURCE is an error.",
         example="-R runs s3://bucket/runs",
-        codes="0 TARGET has all that SOURCE has, 1 it has not, 2 usage, or --delete without --yes and nobody to\nask.",
+        codes="0 TARGET has all that SOURCE has, 1 it has not, 2 usage, or --delete without --yes and nobody to ask.",
     )
     sync.add_argument("source", metavar="SOURCE", help="a directory of checkpoints; path or URL")
-    sync.add_argument("target", metavar="TARGET", help="another one, which need not be there; path or URL")
+    sync.add_argument("target", metavar="TARGET", help="another directory, which need not exist; path or URL")
     sync.add_argument("-r", "-R", "--recursive", action="store_true", help="take directories below it, too")
     sync.add_argument("--delete", action="store_true", help="delete at the target what the source no longer has")
-    sync.add_argument("--verify", action="store_true", help="compare every byte also of what is there already")
+    sync.add_argument("--verify", action="store_true", help="also compare every byte of what is already there")
     sync.add_argument("-n", "--dry-run", action="store_true", help="change nothing, only show what would be")
     sync.add_argument("-y", "--yes", action="store_true", help="do not ask before deleting")
     sync.add_argument(

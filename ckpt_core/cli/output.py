@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -92,20 +94,65 @@ def _strict(value: Any) -> Any:
     return [_strict(below) for below in value] if isinstance(value, (list, tuple)) else value
 
 
+def _terminal_width() -> int | None:
+    """Return how many characters a person's terminal shows in a line; None where no person reads."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_lines(text: str, style: str = "", *, to: int | None = None, indent: int = 4) -> None:
+    """Print a line in a style, which ends at the character ``to``.
+
+    On a terminal that is too narrow, it is broken between words, and what follows is indented.
+    """
+    line, width = printable(text), _terminal_width()
+    lines = [line]
+    if width is not None and len(line) > width:
+        own = len(line) - len(line.lstrip())
+        lines = textwrap.wrap(
+            line.lstrip(),
+            max(width, indent + 20),
+            initial_indent=" " * own,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    for i, part in enumerate(lines):
+        end = len(part) if to is None else 0 if i else to
+        print(styled(part[:end], style) + part[end:])
+
+
+def print_card(rows: Iterable[Sequence[str]]) -> None:
+    """Print names and, in a second column, what belongs to each."""
+    found = [*rows]
+    widest = max(len(name) for name, _ in found)
+    for name, text in found:
+        print_lines(f"{name.ljust(widest)}  {text}".rstrip(), indent=widest + 2)
+
+
 def print_table(
     rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), styles: Mapping[str, str] | None = None
 ) -> None:
     """Print rows in columns that are as wide as they must be, without a heading; the last one is not padded.
 
     Empty columns are left out, those of the numbers ``right`` are aligned to the right. ``styles`` says in which style
-    a cell is, by its first word.
+    a cell is, by its first word. Columns for which a terminal is too narrow are on a second line of each row.
     """
     found = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    breaks, here, width = set(), 0, _terminal_width()
+    for i, w in enumerate(widths):
+        if width is not None and here and w and here + w > width:
+            breaks.add(i)
+            here = 2
+        here += w + 2 if w else 0
     for row in found:
-        cells = [
-            styled(cell.rjust(w) if i in right else cell.ljust(w), (styles or {}).get(_WORD.sub("", cell), ""))
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            if w and i < len(row) - 1
-        ]
-        print("  ".join([*cells, row[-1]]))
+        text = ""
+        for i, (cell, w) in enumerate(zip(row, widths, strict=True)):
+            if i in breaks:
+                text = text.rstrip() + "\n  "
+            if i < len(row) - 1:
+                padded = cell.rjust(w) if i in right else cell.ljust(w)
+                text += styled(padded, (styles or {}).get(_WORD.sub("", cell), "")) + "  " * bool(w)
+            else:
+                text += cell
+        print(text)

@@ -140,8 +140,8 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
     _Parser.prints_json = "--json" in itertools.takewhile(lambda word: word != "--", words)
     parser = _Parser(
         prog="ckpt",
-        description="Look at, trust and move checkpoints.",
-        epilog="ckpt COMMAND --help says more, also of its exit codes: 0 success, 1 failure, 2 usage.",
+        description="List, inspect, verify, convert and move checkpoints.",
+        epilog="ckpt COMMAND --help says more. Exit codes: 0 success, 1 failure, 2 usage.",
         parents=[_common()],
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of the package and its formats")

@@ -31,30 +31,30 @@ def add_commands(commands: Commands) -> None:
         "--steps",
         metavar="N",
         type=int,
-        help="train so many optimizer steps (default: a little more than two epochs, or 30 if those are longer)",
+        help="train this many optimizer steps (default: a little more than two epochs, or 30 if those are longer)",
     )
     parser.add_argument(
         "--resume-with",
         metavar="ARGUMENTS",
         default="",
-        help="what a resumed run is given besides, such as '--resume_from {checkpoint}' (scripts with Accelerate)",
+        help="additional arguments of a resumed run, such as '--resume_from {checkpoint}' (scripts with Accelerate)",
     )
     parser.add_argument(
         "--ranks",
         metavar="N",
         type=_steps,
         default=(),
-        help="resume with so many ranks, too, such as 1,3: is each sample of the epoch handed out once?",
+        help="also resume with these numbers of ranks, such as 1,3: is each sample of the epoch used once?",
     )
     parser.add_argument(
         "--ignore",
         metavar="SUBJECT:KEY",
         action="append",
         default=[],
-        help="what may differ, with * and ?, such as 'attributes:Model.seen'; may be given several times",
+        help="what may differ, such as 'attributes:Model.seen'; may contain * and ?, and be given several times",
     )
     parser.add_argument("--keep", metavar="DIR", help="leave checkpoints, notes and outputs in this directory")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, help="that one run may take")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, help="how long one run may take")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that starts the training")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ckpt_core.cli.output import fail, print_json, print_table, printable
+from ckpt_core.cli.output import fail, print_card, print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.events import size_in_words
 from ckpt_core.report import draw, read_events, run_in_words, seconds_in_words, totals_of, write_page
@@ -16,11 +16,13 @@ def add_commands(commands: Commands) -> None:
     report = commands.add(
         "report",
         _report,
-        help="say what the checkpoints of a run have cost, from its event log",
+        help="show what the checkpoints of a run cost, from its event log",
         example="events.jsonl --output report.html",
         codes="0 success, 1 the log cannot be read, 2 usage, 3 there is none.",
     )
-    report.add_argument("events", nargs="+", metavar="EVENTS", help="a file that event_log= has named")
+    report.add_argument(
+        "events", nargs="+", metavar="EVENTS", help="the file given to event_log=, or PAGE.jsonl of report=PAGE"
+    )
     report.add_argument("-o", "--output", metavar="HTML", help="write one self-contained page, too")
     report.add_argument("--png", metavar="PNG", help="write a picture of that page, too; Chromium or Chrome draws it")
 
@@ -40,7 +42,7 @@ def _report(options: Options) -> int:
     if options.json:
         print_json(totals)
     else:
-        print_table(_in_words(totals))
+        print_card(_in_words(totals))
     for path in filter(None, (options.output, options.png)):
         print(f"wrote {printable(path)}", file=sys.stderr)
     return Exit.OK

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.cli.disk_usage import freed_by
 from ckpt_core.cli.finding import find, refuse_checkpoint, state_of
 from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
-from ckpt_core.cli.output import complain, count, fail, print_json, printable, styled
+from ckpt_core.cli.output import complain, count, fail, print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.events import size_in_words
@@ -34,16 +34,16 @@ def add_commands(commands: Commands) -> None:
         "prune",
         _prune,
         help="delete the checkpoints that no rule keeps, and say why the others stay",
-        epilog="What any rule keeps stays. The newest stays in any case, and so does what is pinned (ckpt keep),\n"
-        "damaged, or does not say its step and time. For best, each checkpoint's own metrics count, as ckpt ls shows\n"
+        epilog="What any rule keeps stays. The newest stays in any case, and so does what is pinned (ckpt keep), "
+        "damaged, or does not say its step and time. For best, each checkpoint's own metrics count, as ckpt ls shows "
         "them.",
         example="runs/7 --keep latest=3 --keep every_steps=1000 --dry-run",
         codes="0 success, 1 failure, 2 usage, no --yes and nobody to ask, or a metric that none has.",
     )
     prune.add_argument("directory", metavar="DIR", help="a directory of checkpoints; path or URL")
     prune.add_argument("--keep", action="append", type=_rules, metavar="RULE=N", help=f"such as {_RULES}")
-    prune.add_argument("-n", "--dry-run", action="store_true", help="delete nothing, only show what would be")
-    prune.add_argument("-y", "--yes", action="store_true", help="do not ask; needed where no terminal is")
+    prune.add_argument("-n", "--dry-run", action="store_true", help="only show what would be deleted")
+    prune.add_argument("-y", "--yes", action="store_true", help="do not ask; needed without a terminal")
 
     clean = commands.add(
         "clean",
@@ -58,14 +58,14 @@ def add_commands(commands: Commands) -> None:
         nargs="?",
         const="/dev/shm",
         metavar="ROOT",
-        help="delete instead the snapshots that runs which are over have left in memory (/dev/shm)",
+        help="instead delete the snapshots that finished runs have left in memory (/dev/shm)",
     )
-    clean.add_argument("-n", "--dry-run", action="store_true", help="delete nothing, only show what would be")
+    clean.add_argument("-n", "--dry-run", action="store_true", help="only show what would be deleted")
 
     keep = commands.add(
         "keep",
         _pin_all,
-        help="pin checkpoints: no retention and no prune deletes them",
+        help="pin checkpoints: neither retention nor prune deletes them",
         epilog="A small file .NAME.keep beside the checkpoint says so; the checkpoint stays as it is.\n"
         "A save under the same name still replaces it: of last.ckpt, pin the checkpoint that it is a copy of.",
         example='runs/step=100.ckpt --note "the paper"',
@@ -121,8 +121,7 @@ def _prune(options: Options) -> int:
     surplus = [decision.info for decision in decisions if not decision.reasons]
     freed = freed_by((info.path, info.size) for info in surplus)
     if not options.json:
-        for line in _lines(decisions):
-            print(line)
+        print_table(map(_row, decisions), right=(1, 2), styles={"delete": "red"})
         would = "would delete" if options.dry_run else "to delete:"
         print(f"{would} {len(surplus)} of {count(len(decisions), 'checkpoint')}, which frees {size_in_words(freed)}")
     is_sure = not surplus or options.dry_run or options.yes or agreed(options)
@@ -192,13 +191,11 @@ def _keeps(policy: RetentionPolicy, saved: Sequence[SavedCheckpoint], candidate:
     return any(kept.path == candidate.path for kept in policy.kept(saved))
 
 
-def _lines(decisions: Sequence[_Decision]) -> Iterable[str]:
-    for decision in decisions:
-        info = decision.info
-        word = "keep  " if decision.reasons else styled("delete", "red")
-        step = "" if info.step is None else f"step {info.step}"
-        why = ", ".join(decision.reasons) or "no rule keeps it"
-        yield f"{word}  {step:>12}  {size_in_words(info.size):>9}  {printable(info.path)}  ({why})"
+def _row(decision: _Decision) -> tuple[str, ...]:
+    info = decision.info
+    why = ", ".join(decision.reasons) or "no rule keeps it"
+    step = "" if info.step is None else f"step {info.step}"
+    return "keep" if decision.reasons else "delete", step, size_in_words(info.size), info.path, f"({why})"
 
 
 def delete(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> None:

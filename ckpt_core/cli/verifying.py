@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ckpt_core.cli.finding import find, find_foreign, is_there, state_of_error
-from ckpt_core.cli.output import count, print_json, printable, styled
+from ckpt_core.cli.output import count, print_json, print_lines, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointError
@@ -82,7 +82,8 @@ def _verify(options: Options) -> int:
         print_json([{**dataclasses.asdict(verdict), "state": verdict.state.lower()} for verdict in found_out])
     else:
         for verdict in found_out:
-            print(_line(verdict))
+            style = "red" if _EXIT[verdict.state] != Exit.OK else "green" if verdict.state == "whole" else "yellow"
+            print_lines(_line(verdict), style, to=len(verdict.state))
         if sys.stderr.isatty() and sizes:
             speed = f"{size_in_words(read)} in {seconds:.1f} s, {size_in_words(read / seconds)}/s"
             print(f"{count(len(sizes), 'checkpoint')}, {speed}", file=sys.stderr)
@@ -109,13 +110,11 @@ def _failed(path: str, error: CheckpointError, size: int = 0) -> _Verdict:
 
 
 def _line(verdict: _Verdict) -> str:
-    path = printable(verdict.path)
+    text = f"{verdict.state}  {verdict.path}" + (f": {verdict.message}" if verdict.message else "")
     if _EXIT[verdict.state] == Exit.OK:
-        note = f": {printable(verdict.message)}" if verdict.message else ""
-        return f"{styled(verdict.state, 'green' if verdict.state == 'whole' else 'yellow')}  {path}{note}"
-    text = f"{styled(verdict.state, 'red')}  {path}: {printable(verdict.message)}"
+        return text
     if verdict.key is not None and verdict.key not in verdict.message:
-        text += f", key {printable(verdict.key)}"
+        text += f", key {verdict.key}"
     if verdict.file is not None and verdict.file.rstrip("/") != verdict.path.rstrip("/"):
-        text += f" ({printable(verdict.file)})"
+        text += f" ({verdict.file})"
     return text

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from argparse import Namespace
 from collections.abc import Callable
@@ -23,10 +24,10 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, __version__
 from ckpt_core._layouts.torch_file.manifest import FORMAT_VERSION
-from ckpt_core.cli import listing, main
+from ckpt_core.cli import inspecting, listing, main
 from ckpt_core.cli.parser import parse
 from ckpt_core.events import size_in_words
-from ckpt_core.storage import in_memory
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, in_memory
 from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
 
@@ -540,7 +541,9 @@ def test_diff_names_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.
     files = Checkpointer(strategy="sync")
     nan = float("nan")
     one = {"same": torch.tensor([nan, 1.0]), "w": torch.zeros(4), "step": 1, "loss": nan, "gone": 1, "d": torch.ones(1)}
+    one["count"] = torch.tensor(30)
     other = {**one, "w": torch.tensor([0.0, 0.0, 0.5, 0.0]), "step": 2, "new": "x", "d": torch.ones(1).double()}
+    other["count"] = torch.tensor(40)
     del other["gone"]
     files.save(one, tmp_path / "a.ckpt")
     files.save(other, tmp_path / "b.ckpt")
@@ -552,11 +555,69 @@ def test_diff_names_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.
             "w": "float32[4], 1 of 4 elements differ, by up to 0.5",
             "step": "1 and 2",
             "d": "float32[1] and float64[1]",
+            "count": "int64[], 30 and 40",
         },
         "same": 2,
     }
     assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")]) == 0
     assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "nope")]) == 2
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_diff_finds_a_model_that_was_exported_alone(
+    turned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {"net.0.weight": torch.ones(2, 2), "net.0.bias": torch.zeros(2)}
+    Checkpointer(strategy="sync").save({"state_dict": layers, "step": 3}, tmp_path / "a.ckpt")
+    (tmp_path / "model").mkdir()
+    model = {name.removeprefix("net."): tensor + 0.5 * name.endswith("bias") for name, tensor in layers.items()}
+    safetensors.torch.save_file(model, tmp_path / "model" / "model.safetensors")
+    paths = [str(tmp_path / "a.ckpt"), str(tmp_path / "model")]
+    assert main(["diff", "--json", *(reversed(paths) if turned else paths)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["differ"]) == ["state_dict.net.0.bias"]
+    assert (found["only_second" if turned else "only_first"], found["same"]) == ({"step": "3"}, 1)
+
+
+@pytest.mark.parametrize(
+    "words", ["ls .", "inspect a.ckpt", "verify . notes", "diff a.ckpt b.ckpt", "prune . --keep latest=1 -n"]
+)
+def test_a_narrow_terminal_breaks_lines_between_words(
+    words: str, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("NO_COLOR", "1")
+    for module in (listing, inspecting):
+        monkeypatch.setattr(module, "age", lambda _: "now")
+    (directory / "notes").write_text("no checkpoint")
+    told = {"best": 0.25, "text": "many words, all of them short, that do not fit into a line of this terminal"}
+    Checkpointer(strategy="sync").save({"weight": torch.ones(2, 3), **told}, directory / "a.ckpt")
+    main(words.split())
+    piped = capsys.readouterr().out
+    for columns in (200, 53):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        main(words.split())
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= columns
+        assert shown.split() == piped.split()
+    assert len(shown.splitlines()) > len(piped.splitlines())
+
+
+@pytest.mark.parametrize("words", ["ls .", "inspect run", "verify run", "convert run run.ckpt --to file"])
+def test_a_program_that_calls_it_sees_what_it_saves(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    may_commit = threading.Event()
+    storage = FaultyStorage(LocalStorage(), [Fault("commit", until=may_commit)])
+    with DirectoryCheckpointer(storage=storage) as checkpointer:
+        checkpointer.save([Part("model", {"w": torch.ones(300_000)}, Kind.REPLICATED)], "run")
+        threading.Timer(0.5, may_commit.set).start()
+        assert main([*words.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (found,) = found if isinstance(found, list) else [found]
+    assert os.path.basename(found["path"]) in ("run", "run.ckpt")
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*Sparse.*", "ignore:.*TypedStorage.*")
