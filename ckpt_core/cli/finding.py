@@ -192,7 +192,7 @@ def find(
     place = place.rstrip("/") or place
     wait_for_saves(place)  # of a program that runs the command in its own process
     storage = storage_for(place, storage_options)
-    is_file = os.path.isfile(place) if not is_remote(place) else False
+    is_file = not is_remote(place) and os.path.isfile(place)
     if is_file or is_directory_checkpoint(storage, place):
         return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
     found = _read_of(Catalog(place, suffix="", storage_options=storage_options).checkpoints(), storage, failures)
@@ -238,7 +238,7 @@ def is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
     """Return what checkpoint of another program is at a path, if there is one that torch alone does not read."""
     place = local_path(path).rstrip("/")
-    is_file = os.path.isfile(place) if not is_remote(place) else False
+    is_file = not is_remote(place) and os.path.isfile(place)
     storage = storage_for(place, storage_options)
     if (is_file and not place.endswith(".safetensors")) or is_directory_checkpoint(storage, place):
         return None

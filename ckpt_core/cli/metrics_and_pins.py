@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,9 @@ _SHOWN = 3  # metrics
 class Told:
     """What a checkpoint tells."""
 
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # values that its run noted with it, by name
-    best: frozenset[str] = frozenset()  # names of the checkpoints that its run took for the best at that moment
-    note: str | None = None  # why it is pinned, "" if nobody has said; None if it is not pinned
+    metrics: Mapping[str, float]  # values that its run noted with it, by name
+    best: frozenset[str]  # names of the checkpoints that its run took for the best at that moment
+    note: str | None  # why it is pinned, "" if nobody has said; None if it is not pinned
 
 
 def listen(infos: Sequence[CheckpointInfo], storage_options: dict[str, Any] | None) -> dict[str, Told]:
@@ -46,14 +47,10 @@ def _ask(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> Told:
 
     storage = storage_for(info.path, storage_options)
     note = note_of_pin(info.path, storage) if info.is_pinned else None
-    if info.committed is None or not info.is_readable:
-        return Told(note=note)
-    try:
-        values = loading.glance(info.path, storage=storage)
-    except CheckpointError:
-        return Told(note=note)
-    if not isinstance(values, Mapping):
-        return Told(note=note)
+    values: Mapping[Any, Any] = {}
+    if info.committed is not None and info.is_readable:
+        with contextlib.suppress(CheckpointError):
+            values = _mapping(loading.glance(info.path, storage=storage))
     accelerate, callbacks = _mapping(values.get(_ACCELERATE)), _mapping(values.get("callbacks"))
     metrics = {**_mapping(values.get("metrics")), **_mapping(accelerate.get("metrics"))}
     metrics |= metrics_of({"callbacks": callbacks})
