@@ -71,6 +71,7 @@ class Run:
         self.bare = model
         self.log: list[Any] = []
         self.step = 0
+        self.ends: list[Any] = []  # of each epoch: the step and the result
 
     # ---- the checkpoint ----------------------------------------------------------------------------------------------
 
@@ -134,6 +135,7 @@ class Run:
                         self.log.append((indices.tolist(), float(torch.rand(()))))
             if total is None:
                 self.save(f"{epoch}.after")
+                self.ends.append((self.step, self.result()))
             elif self.step >= total:
                 return
 
@@ -162,7 +164,7 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         return {
-            "log": self.log,
+            "log": [*self.log],
             "parameters": {name: value.clone() for name, value in self.bare.state_dict().items()},
             "moments": [
                 {key: value.clone() for key, value in state.items()}
@@ -195,7 +197,7 @@ def run(directory: Path, name: str, engine: bool) -> dict[str, Any]:
     undisturbed.train(None)
     first = Run(cell, folder, 1, engine)
     first.train(None, save_at)
-    torch.save({"result": first.result(), "points": save_at, "total": first.step}, first.path("end"))
+    torch.save({"ends": first.ends, "points": save_at}, first.path("end"))
     return {"first": difference(undisturbed.result(), first.result(), 0)}
 
 
@@ -210,10 +212,9 @@ def resume(directory: Path, name: str, engine: bool) -> dict[str, Any]:
     for point in names:
         again = Run(CELLS[name], directory / name, 2, engine)
         again.load(point)
-        begun = len(end["result"]["log"])
-        again.train(end["total"], resumed=True)
-        begun -= len(again.log)
-        found[point] = difference(end["result"], again.result(), begun)
+        total, expected = end["ends"][int(point.partition(".")[0]) + 1]  # the rest of that epoch, and the next one
+        again.train(total, resumed=True)
+        found[point] = difference(expected, again.result(), len(expected["log"]) - len(again.log))
         if again.warned:
             found[f"warned at {point}"] = "; ".join(again.warned)
     return found

@@ -39,7 +39,7 @@ OTHERS = [
     "evaluate",
 ]
 CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS)]
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -22,7 +22,7 @@ CELLS = [
     # several gradient buckets, which DDP would rebuild after the first step of a process
     "buckets",
 ]
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.mark.parametrize("cell", CELLS)
