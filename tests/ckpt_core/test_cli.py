@@ -874,7 +874,18 @@ def test_ls_has_the_words_of_verify_for_what_cannot_be_read(
     assert {Path(line[-1]).name: next(word for word in line if word.isupper()).rstrip(",") for line in listed} == words
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+needs_users = pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+
+
+@pytest.fixture
+def runs(directories: Path, anyones_path: Path) -> Path:
+    """Two checkpoints where every user may reach them."""
+    for name in ("step=1", "step=2"):
+        shutil.copytree(directories / name, anyones_path / "runs" / name)
+    return anyones_path / "runs"
+
+
+@needs_users
 def test_a_checkpoint_is_shown_whatever_lies_beside_it(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -888,7 +899,7 @@ def test_a_checkpoint_is_shown_whatever_lies_beside_it(
     assert "cannot write the checkpoint: Permission denied" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_a_checkpoint_is_shown_from_a_directory_that_may_be_entered_but_not_listed(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -908,7 +919,7 @@ def test_a_checkpoint_is_shown_from_a_directory_that_may_be_entered_but_not_list
             assert [main([verb, path]) for path in paths[:2]] == [0, 0]
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -934,13 +945,10 @@ def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
         assert "no checkpoints in or below" not in capsys.readouterr().err, "of what is closed nobody knows"
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_what_lies_beside_a_directory_that_may_not_be_read_is_verified_and_counted(
-    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = anyones_path / "runs"
-    for name in ("step=1", "step=2"):
-        shutil.copytree(directories / name, runs / name)
     with closed_to_this_user(runs / "step=2"):
         assert main(["verify", "--json", str(runs)]) == 1
         verdicts = json.loads(capsys.readouterr().out)
@@ -962,13 +970,11 @@ def test_what_lies_beside_a_directory_that_may_not_be_read_is_verified_and_count
     assert alone == f"ERROR  {runs / 'step=2'}: cannot list the checkpoint: Permission denied\n"
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_sync_copies_what_lies_beside_a_directory_that_may_not_be_read_and_deletes_nothing(
-    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs, copy = anyones_path / "runs", anyones_path / "copy"
-    for name in ("step=1", "step=2"):
-        shutil.copytree(directories / name, runs / name)
+    copy = anyones_path / "copy"
     assert main(["sync", str(runs), str(copy)]) == 0
     shutil.rmtree(copy / "step=1")
     for path in (copy, copy / "step=2"):
@@ -984,13 +990,8 @@ def test_sync_copies_what_lies_beside_a_directory_that_may_not_be_read_and_delet
     assert main(["verify", str(copy)]) == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
-def test_prune_deletes_nothing_where_it_cannot_read_everything(
-    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = anyones_path / "runs"
-    for name in ("step=1", "step=2"):
-        shutil.copytree(directories / name, runs / name)
+@needs_users
+def test_prune_deletes_nothing_where_it_cannot_read_everything(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Checkpointer(strategy="sync").save({"step": 3, "weight": torch.ones(1)}, runs / "step=3.ckpt")
     runs.chmod(0o777)
     (runs / "step=1").chmod(0o777)
@@ -1007,7 +1008,7 @@ def test_prune_deletes_nothing_where_it_cannot_read_everything(
     assert sorted(os.listdir(runs)) == ["step=1", "step=2", "step=3.ckpt"]
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_clean_names_what_it_may_not_delete(anyones_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = anyones_path / "runs"
     closed, left = runs / ".step=1.0123.ckpt-part", runs / ".step=2.0123.ckpt-part"
@@ -1031,13 +1032,10 @@ def test_clean_names_what_it_may_not_delete(anyones_path: Path, capsys: pytest.C
     assert captured.out == "" and str(closed) in captured.err
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_latest_says_which_directory_it_could_not_read_and_starts_nothing_anew(
-    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    runs: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    runs = anyones_path / "runs"
-    for name in ("step=1", "step=2"):
-        shutil.copytree(directories / name, runs / name)
     with closed_to_this_user(runs / "step=2"):
         assert main(["latest", str(runs)]) == 0
         older = capsys.readouterr()
@@ -1052,7 +1050,7 @@ def test_latest_says_which_directory_it_could_not_read_and_starts_nothing_anew(
     assert none.out == "" and f"1 do not verify, such as step=2: {reason}" in none.err
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_ls_says_why_a_file_cannot_be_read(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1069,13 +1067,11 @@ def test_ls_says_why_a_file_cannot_be_read(
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_cp_and_mv_take_what_lies_beside_what_they_may_not_read(
-    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs, there = anyones_path / "runs", anyones_path / "there"
-    for name in ("step=1", "step=2"):
-        shutil.copytree(directories / name, runs / name)
+    there = anyones_path / "there"
     Checkpointer(strategy="sync").save({"step": 0, "weight": torch.ones(1)}, runs / "c.ckpt")
     for path in (runs, runs / "step=1"):
         path.chmod(0o777)
@@ -1092,7 +1088,7 @@ def test_cp_and_mv_take_what_lies_beside_what_they_may_not_read(
     assert sorted(os.listdir(runs)) == ["c.ckpt", "step=2"], "only what has arrived was deleted"
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@needs_users
 def test_mv_copies_nothing_that_it_may_not_delete(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
