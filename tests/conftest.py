@@ -91,8 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ChildReports(config) if ChildReports.is_needed() else OwnProcesses())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first, mark what starts processes or servers, skip ``gpu`` where there is none."""
+    is_asked_for = "process" in config.option.markexpr  # finding out takes seconds, in each worker
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     for item in items:
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if TRAINING_FOLDERS.intersection(item.path.parts):
             item.add_marker("training")
         is_apart = item.get_closest_marker("own_process") is not None
-        if is_apart or fixtures & PROCESS_FIXTURES or _starts_processes(item.path):
+        if is_asked_for and (is_apart or fixtures & PROCESS_FIXTURES or _starts_processes(item.path)):
             item.add_marker("process")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -120,6 +121,7 @@ def _own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_time, "_clock", commit_time._Clock())
 
 
+@functools.cache
 def _starts_processes(path: Path) -> bool:
     """Whether a file of tests, or one of our helpers that it imports, imports what starts processes."""
     seen, left = set[Path](), [path]
