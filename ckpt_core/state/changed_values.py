@@ -103,9 +103,10 @@ def _reference(value: Any) -> Callable[[], Any] | None:
     return (lambda: value) if isinstance(value, (list, set, dict, deque)) else None
 
 
-def _is_record(value: Any, depth: int = 4) -> bool:
+def is_record(value: Any, depth: int = 4) -> bool:
+    """Return whether a value is a whole number, or a list of numbers and texts: those most often only tell."""
     if isinstance(value, (list, tuple, set, frozenset)):
-        return depth > 0 and all(isinstance(i, (int, float, str)) or _is_record(i, depth - 1) for i in sample(value))
+        return depth > 0 and all(isinstance(i, (int, float, str)) or is_record(i, depth - 1) for i in sample(value))
     return type(value) is int
 
 
@@ -178,7 +179,7 @@ class PlainState:
         """Leave out whole numbers, and lists of numbers and texts: most often they only tell what has happened."""
         if not digests:
             return {}
-        records = {found.path for found in self._found() if found.path in digests and _is_record(found.value, 4)}
+        records = {found.path for found in self._found() if found.path in digests and is_record(found.value, 4)}
         return {path: digest for path, digest in digests.items() if path not in records}
 
     def capture(self) -> tuple[dict[str, Any], list[str]]:
@@ -210,6 +211,16 @@ class PlainState:
                     value = _encoded(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])
                     values[found.path] = {**value, "in_place": True}
         return values
+
+    @contextlib.contextmanager
+    def lent(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Put captured values back for a while."""
+        before = self.copy(values)
+        self.restore(values)
+        try:
+            yield
+        finally:
+            self.restore(before)
 
     def restore(self, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> list[str]:
         """Put captured values back, but those of some paths; return the paths that the object does not have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from ckpt_core.state.changed_values import PlainState
@@ -74,6 +74,14 @@ class Carried:
             captured[name], too_much = plain.capture()
             left_out += [f"{name}.{path}" if name else path for path in too_much]
         return captured, left_out
+
+    @contextlib.contextmanager
+    def lent(self, values: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+        """Put captured values back for a while."""
+        with contextlib.ExitStack() as lent:
+            for name in values.keys() & self._plain.keys():
+                lent.enter_context(self._plain[name].lent(values[name]))
+            yield
 
     def restore_values(self, values: Mapping[str, Mapping[str, Any]]) -> None:
         """Put captured values back."""

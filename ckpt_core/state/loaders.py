@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState
-from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass, describe_sampler
+from ckpt_core.state.samplers import (
+    RecordingSampler,
+    SamplerMoment,
+    SamplerPass,
+    capture_counters,
+    describe_sampler,
+    restore_counters,
+)
 from ckpt_core.state.stateful import is_stateful
 from ckpt_core.state.worker_generators import (
     RecordingCollate,
@@ -339,6 +346,8 @@ class LoaderTracker:
     def check(self, state: Mapping[str, Any]) -> str | None:
         """Return why the saved state does not fit this loader exactly, in words, or ``None``."""
         now = self._common()
+        if state.get("length") != now["length"]:
+            now["length"] = self._length_with(state)
         for key, what in _COMPARED.items():
             if key in state and key in now and state[key] != now[key]:
                 return f"the {what} of a training data loader was {state[key]} and is {now[key]}"
@@ -347,6 +356,19 @@ class LoaderTracker:
                 f"the data loader was followed by {state['method']!r} and is followed by {self.method!r}"
             )
         return self._inexact(state)
+
+    def _length_with(self, state: Mapping[str, Any]) -> int | None:
+        """Return the length with what the run has changed, as a dataset that grows from epoch to epoch."""
+        with contextlib.ExitStack() as lent:
+            lent.enter_context(self.carried.lent(state.get("carried", {}).get("values", {})))
+            if self.sampler is not None:
+                lent.enter_context(self.sampler.plain.lent(state.get("values", {})))
+                sampler = self.sampler.drawn_from()
+                lent.callback(restore_counters, sampler, capture_counters(sampler))
+                restore_counters(sampler, state.get("counters", {}))
+            with contextlib.suppress(TypeError, NotImplementedError):
+                return len(self.loader)
+        return None
 
     def _inexact(self, state: Mapping[str, Any]) -> str | None:
         if state.get("problem"):

@@ -123,7 +123,7 @@ class Source:
 
         def is_back(to: str, *, is_sure: bool) -> bool:
             if to == _ANY or empty:
-                return to in (_ANY, empty) or to.partition(" ")[0] == first
+                return to in (_ANY, empty) or to.partition(" ")[0] == first or first in _fingerprints(to)
             return first in _fingerprints(to) or (is_sure and bool(_fingerprints(to)))
 
         found = self._reader.resets.get(name, ())
@@ -201,6 +201,9 @@ class _Reader(ast.NodeVisitor):
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         # to which constant, by which function, and whether unconditionally
         self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
+        # what functions store that comes of their variables, and what those of these names are given
+        self._from_variables: dict[str, set[str]] = collections.defaultdict(set)
+        self._given: dict[str, set[str]] = collections.defaultdict(set)
         self._functions: list[tuple[str, set[str]]] = []
         self._running = frozenset[tuple[str, int]]()
         # where the visit is: changed by _within alone
@@ -227,6 +230,9 @@ class _Reader(ast.NodeVisitor):
         self._scopes = [_Scope(0, resets=False)]
         self._into = self.read_after if self._waits and self._is_running else self.decides
         self.visit(tree)
+        for function, names in self._from_variables.items():
+            is_set = f".{function}" in self.keeps  # through a property
+            self.keeps |= names if is_set else names & self._given[function]
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
@@ -286,6 +292,10 @@ class _Reader(ast.NodeVisitor):
             self.set_again.add(name)
         if inner.resets:
             self.set_by_steps.add(name)
+        if value is not None and self._functions:
+            storing, local = self._functions[-1]
+            if any(isinstance(part, ast.Name) and part.id in local - {"self"} for part in ast.walk(value)):
+                self._from_variables[storing.partition(":")[0]].add(name)
         literal = None if updates or value is None else _literal(value)
         is_made = not updates and literal is None and isinstance(value, ast.Call)
         if inner.resets and (literal is not None or is_made):
@@ -344,6 +354,7 @@ class _Reader(ast.NodeVisitor):
         owner = self._name(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if not self._functions or self._functions[-1][0].partition(":")[0] not in _AT_START:
             self.called.add(called)
+        self._given[called] |= {str(self._name(part)) for one in [*node.args, *node.keywords] for part in ast.walk(one)}
         of = {"setdefault": self.filled_once, "cache_clear": self.cleared}.get(called)
         if of is not None:
             of.add(str(owner))
@@ -581,9 +592,11 @@ def _is_emptied(target: ast.Subscript, value: ast.AST) -> bool:
 
 
 def _fingerprints(mark: str) -> set[str]:
-    """Return those of the number that a mark is of, as a whole number and as a fraction; nothing if it is of none."""
+    """Return those of the number that a mark is of, as a whole number and as a fraction, or of None; else nothing."""
     with contextlib.suppress(ValueError, SyntaxError, OverflowError):
         number = ast.literal_eval(mark)
+        if number is None:
+            return {fingerprint(None)}
         if isinstance(number, (bool, int, float)):
             return {fingerprint(number), fingerprint(float(number)), fingerprint(int(number))}
     return set()

@@ -48,6 +48,7 @@ class ScriptVariables:
         loader = trainer.train_dataloader  # its state is captured
         data = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
         made = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs)]
+        data += [function for one in made for function in getattr(one, "lr_lambdas", ())]
         # what a state_dict of the user's leaves out is looked at, too
         owners += [one for one in made if not is_library(type(one))]
         return Watched([module], [trainer, loader, *made, *trainer.loggers], owners, data, waits=True)

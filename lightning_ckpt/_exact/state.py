@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -150,6 +151,7 @@ class ExactState(Live):
         self.joined: dict[str, Any] | None = None
         self._released = False
         self._internals.before_iterators(self._before_iterators)
+        self._internals.around_setup(self._set_up)
         self._internals.around_epoch_start(self._epoch_starts)
         self._internals.around_validation(self._before_validation, self._end_validation, self._after_validation)
         self._internals.after_last_hooks(self._hooks_have_run)
@@ -296,6 +298,12 @@ class ExactState(Live):
 
     def _versions(self) -> int:
         return sum(tensor._version for tensor in self._tensors)
+
+    def _set_up(self, name: str, set_up: Callable[[], None]) -> None:
+        # a resumed run has the loaders that were made when they were last, for the epoch of then
+        epoch = math.inf if self._loaded is None else self._loaded[Kind.REPLICATED.value]["progress"][name]
+        with self._internals.in_epoch(epoch):
+            set_up()
 
     def _before_iterators(self) -> None:
         self._data.follow()
@@ -727,7 +735,8 @@ class ExactState(Live):
         if resharded:
             shared = continue_elastic(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
         if shared["validation_made"]:
-            self._internals.set_up_validation()
+            with self._internals.in_epoch(shared["progress"]["val_reload_epoch"]):
+                self._internals.set_up_validation()
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)
         self._internals.set_progress(shared["progress"])

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from ckpt_core.state.changed_values import PlainState, fingerprint, small
+from ckpt_core.state.changed_values import PlainState, fingerprint, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, are_set_back, in_words
@@ -194,7 +194,11 @@ class UsersObjects(Live):
                 self._looked_at.update((name, path, True) for path in named)
                 if named:
                     _warn_of(owner, name.partition(" ")[0], named)
-        left = {name: self._plain[name].without_records(digests) for name, digests in changed.items()}
+        left = {}
+        for name, digests in changed.items():
+            hooks = self._by_hooks.get(name, {})
+            mine = {path: digest for path, digest in digests.items() if hooks.get(path) == digest}
+            left[name] = {**self._plain[name].without_records(digests), **mine}
         return left, made_by_steps
 
     def not_before(self, before: Digests) -> set[str]:
@@ -229,7 +233,7 @@ class UsersObjects(Live):
         values: dict[Place, tuple[tuple[type, type], str, Any, str]] = {}
         for (name, path), found in new.items():
             holder = _holder(self._owners[name], path) if isinstance(found.holder, dict) else None
-            if holder is not None and isinstance(found.value, (torch.Tensor, *_ARRAYS, *_NUMBERS, *_CONTAINERS)):
+            if holder is not None and isinstance(found.value, (torch.Tensor, tuple, *_ARRAYS, *_NUMBERS, *_CONTAINERS)):
                 kinds = (type(holder), type(self._owners[name]))
                 values[name, path] = (kinds, path, found.value, self._first(name, path))
         self._set_back.update(zip(values, are_set_back([*values.values()], but=_RUN_ONCE), strict=True))
@@ -291,21 +295,29 @@ class UsersObjects(Live):
         """Return what of module and datamodule is not as it was saved, in words, or ``None``.
 
         ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs, and what
-        they had set in the run that saved to the value that it has. With
-        ``steps_make_anew``, numbers and texts do not count that, by the source, each step only sets.
+        they had set in the run that saved to the value that it has; but not what they make of what was there, which is
+        told of callbacks, too. With ``steps_make_anew``, numbers and texts do not count that, by the source, each step
+        only sets.
         """
         found: list[tuple[type, str, Any]] = []
-        for name in _MODULE:
-            if name not in self._plain:
-                continue
-            now, values = self._plain[name].digests(), self._plain[name].values()
+        made_of_it: list[tuple[type, str, Any]] = []
+        for name, plain in self._plain.items():
+            now, values, set_before = plain.digests(), plain.values(), self._by_hooks_before.get(name, {})
             for path, digest in saved.get(name, {}).items():
-                value, set_before = now.get(path), self._by_hooks_before.get(name, {})
-                is_as_set = path in set_before and set_before[path] == value
-                by_hooks = before is not None and (before.get(name, {}).get(path) != value or is_as_set)
-                if now.get(path) != digest and not by_hooks:
-                    value = values.get(path, getattr(type(self._owners[name]), path, None))
-                    found.append((type(self._owners[name]), path, value))
+                value, kind, is_modules = now.get(path), type(self._owners[name]), name in _MODULE
+                earlier = value if before is None else before.get(name, {}).get(path)
+                is_hooks = before is not None and (earlier != value or set_before.get(path, "") == value)
+                one = kind, path, values.get(path, getattr(kind, path, None))
+                is_set = set_before.get(path) == digest
+                if is_modules and not (is_hooks or (is_set and is_record(one[2]))):
+                    found += [one] if value != digest else []
+                elif is_set and earlier != digest and (before is None or earlier != value):
+                    made_of_it.append(one)
+        stay = are_kept(made_of_it)
+        if before is not None:
+            back = are_set_back([([k], path, v, "") for k, path, v in made_of_it], but=_RUN_ONCE)
+            stay = [stays and not anew for stays, anew in zip(stay, back, strict=True)]
+        found += [one for one, stays in zip(made_of_it, stay, strict=True) if stays]
         set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
         kept = dict(zip(map(id, set_only), are_kept(set_only), strict=True))
         names = [f"{kind.__name__}.{path}" for one in found for kind, path, _ in [one] if kept.get(id(one), True)]

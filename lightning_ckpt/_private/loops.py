@@ -8,8 +8,10 @@ is here, each use with its reason. The names are the same in Lightning 2.5 to 2.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -148,6 +150,22 @@ class Internals:
         """
         replace(self.fit_loop, "_load_combined_loader_states", call)
 
+    def around_setup(self, call: Callable[[str, Callable[[], None]], None]) -> None:
+        """Let loaders be made by ``call(name, original)``, with the name of their last epoch in :meth:`progress`."""
+        wrap(self.fit_loop, "setup_data", functools.partial(call, "train_reload_epoch"))
+        wrap(self.val_loop, "setup_data", functools.partial(call, "val_reload_epoch"))
+
+    @contextlib.contextmanager
+    def in_epoch(self, epoch: float) -> Iterator[None]:
+        """Let ``trainer.current_epoch`` be another one for a while, if that is finite."""
+        counts = self.fit_loop.epoch_progress.current
+        before = counts.completed
+        counts.completed = int(epoch) if math.isfinite(epoch) else before
+        try:
+            yield
+        finally:
+            counts.completed = before
+
     def around_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
         """Let the start of each epoch, which runs the hooks ``on_train_epoch_start``, be ``call(original)``.
 
@@ -236,9 +254,12 @@ class Internals:
         """Take all hooks out again."""
         for owner, names in (
             (self.checkpoints, ("_restore_modules_and_callbacks", "restore_training_state")),
-            (self.fit_loop, ("_load_combined_loader_states", "load_state_dict", "on_advance_start", "run")),
+            (
+                self.fit_loop,
+                ("_load_combined_loader_states", "load_state_dict", "on_advance_start", "run", "setup_data"),
+            ),
             (self.epoch_loop, ("reset", "on_run_start", "advance", "_should_check_val_fx")),
-            (self.val_loop, ("run", "_on_evaluation_end")),
+            (self.val_loop, ("run", "_on_evaluation_end", "setup_data")),
             (self.connector, _AFTER_LAST_HOOKS),
         ):
             for name in names:

@@ -183,6 +183,21 @@ class Reorders(Callback):
         random.shuffle(trainer.train_dataloader.dataset.order)
 
 
+class GrowingItems(Items):
+    size = 32
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index % 32)
+
+
+class Grows(Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.train_dataloader.dataset.size += 8
+
+
 class Counting(IterableDataset[Any]):
     """Counts its passes, and shuffles by that."""
 
@@ -240,6 +255,7 @@ IN_PROCESS = {
     "counts its reads": (over(ReadsCount), list),
     "mining": (over(Items, sampler=Mining), lambda: [Marks()]),
     "reorders": (over(Items), lambda: [Reorders()]),
+    "grows": (over(GrowingItems), lambda: [Grows()]),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.captured import Training, train_and_resume
@@ -24,6 +25,7 @@ from tests.lightning_ckpt.exact_cases import (
     outcome,
     saved_at_the_end,
 )
+from tests.support.data_sets import Samples
 
 BATCHES = 8
 
@@ -283,6 +285,35 @@ FEATURES = {
 @pytest.mark.parametrize("case", FEATURES.values(), ids=[name.replace(" ", "-") for name in FEATURES])
 def test_features(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+class LoadsByEpoch(Model):
+    """Makes its loaders for the epoch in which they are made."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(4 * (6 + self.current_epoch)), batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(4 * (2 + self.current_epoch)), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("every", "at"),
+    [
+        (0, ("on_train_batch_end", 9)),
+        (0, ("on_train_batch_end", 6)),
+        (2, ("on_train_batch_end", 9)),
+        (2, ("on_train_epoch_end", 2)),
+        (2, ("on_train_batch_end", 26)),
+    ],
+)
+def test_loaders_are_those_of_the_epoch_in_which_they_were_made(
+    every: int, at: tuple[str, int], tmp_path: Path
+) -> None:
+    settings = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
+    expected, found, said = train_and_resume(Training(LoadsByEpoch, trainer=settings), tmp_path, at)
+    assert not said
+    assert found == expected
 
 
 class ActsLate(Model):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+import time
 import types
 import warnings
 from collections import Counter, defaultdict, deque
@@ -167,6 +169,72 @@ class Swaps(Model):
         return super().loss(batch) * self.scale
 
 
+class CountsEpochs(Model):
+    """What its hook of an epoch's start makes comes of what was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs += 1
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.epochs
+
+
+class Shuffles(Model):
+    """The same of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [0, 1, 2, 3]
+
+    def on_train_epoch_start(self) -> None:
+        self.order.append(self.order.pop(0))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        batch[1][:] = batch[1][:, self.order]
+        return super().loss(batch) * (1 + self.order[0])
+
+
+class TellsOfEpochs(Model):
+    """Its hook makes all anew, but a count that is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told_epochs, self.drawn = 0, [0, 1, 2, 3]
+
+    def on_train_epoch_start(self) -> None:
+        self.told_epochs += 1
+        self.began = time.time()
+        self.share, self.drawn = 1 / (1 + self.trainer.current_epoch), torch.randperm(4).tolist()
+        self.losses: list[float] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch) * self.share * (1 + self.drawn[0])
+        self.losses.append(float(loss))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("mean", sum(self.losses) / len(self.losses))
+        print(f"epoch {self.told_epochs} took {time.time() - self.began} s")
+
+
+class CountsEpochsBeside(Callback):
+    """What :class:`CountsEpochs` does."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs += 1
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        batch[1].mul_(self.epochs)
+
+
 class Teaches(Model):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
@@ -181,6 +249,9 @@ class Teaches(Model):
         (CollectsForever, MIDDLE, "training had changed CollectsForever.rows"),
         (CollectsByName, MIDDLE, "training had changed CollectsByName.sums"),
         (Swaps, MIDDLE, "training had changed Swaps.scale"),
+        (CountsEpochs, MIDDLE, "training had changed CountsEpochs.epochs"),
+        (CountsEpochs, END, "training had changed CountsEpochs.epochs"),
+        (Shuffles, MIDDLE, "training had changed Shuffles.order"),
         (Teaches, MIDDLE, "Teaches.on_train_batch_end changes weights or buffers"),
     ],
 )
@@ -188,6 +259,14 @@ def test_what_is_lost_is_named_at_the_resume(model: type, at: Any, named: str, t
     expected, found, said = train_and_resume(Training(model), tmp_path, at)
     assert len(said) == 1
     assert named in said[0]
+    assert found != expected
+
+
+@pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
+def test_what_a_callback_has_made_of_what_was_there_is_named(at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(Model, lambda: [CountsEpochsBeside()]), tmp_path, at)
+    assert len(said) == 1
+    assert "training had changed CountsEpochsBeside.epochs" in said[0]
     assert found != expected
 
 
@@ -204,9 +283,11 @@ class Tells(Model):
         print(self.told)
 
 
-@pytest.mark.parametrize("model", [HoldsCount, HoldsAndResets])
-def test_what_hooks_bring_back_is_not_named(model: type, tmp_path: Path) -> None:
-    expected, found, said = train_and_resume(Training(model), tmp_path)
+@pytest.mark.parametrize(
+    ("model", "at"), [(HoldsCount, MIDDLE), (HoldsAndResets, MIDDLE), (TellsOfEpochs, MIDDLE), (TellsOfEpochs, END)]
+)
+def test_what_hooks_bring_back_is_not_named(model: type, at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(model), tmp_path, at)
     assert not said
     assert found == expected
 
@@ -262,6 +343,7 @@ class SetsBackAtTheEnd(Model):
         self.sums = {"loss": 0.0, "steps": 0}
         self.by_name: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self.of_three = 0.0
+        self.hidden: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -274,6 +356,7 @@ class SetsBackAtTheEnd(Model):
         self.sums["steps"] += 1
         self.by_name["loss"].append(loss)
         self.of_class += 1
+        self.hidden = (loss.detach().reshape(1) + (0 if self.hidden is None else 0.5 * self.hidden[0]),)
         self.of_three += loss.item()
         if batch_idx % 3 == 2:
             self.log("of three", self.of_three)
@@ -285,6 +368,7 @@ class SetsBackAtTheEnd(Model):
         meter, stacked = self.meters["loss"], torch.stack(self.by_name["loss"])
         means = [self.total / self.steps, meter.sum / meter.count, self.sums["loss"] / self.sums["steps"]]
         means += [self.on_device.item() / self.steps, self.in_place.item() / self.of_class, stacked.mean().item()]
+        means += [self.hidden[0].item()]
         for number, mean in enumerate(means):
             self.log(f"mean{number}", mean)
         self.set_back()
@@ -298,6 +382,7 @@ class SetsBackAtTheEnd(Model):
         self.sums = {"loss": 0.0, "steps": 0}
         self.by_name.clear()
         self.of_class = 0
+        self.hidden = None
 
 
 @dataclasses.dataclass
@@ -568,6 +653,13 @@ def rates() -> Iterator[float]:
         rate *= 0.9
 
 
+class InAFunctionOfItsSchedule(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer, counts = torch.optim.SGD(self.parameters(), lr=0.05), itertools.count()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.9 ** next(counts))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 class InItsClass(Model):
     rates: Iterator[float]
 
@@ -582,6 +674,7 @@ class InItsClass(Model):
         (Model, HoldsAPartByHooks, "`count` of HoldsAPartByHooks "),
         (CountsInWhole, None, "`steps` of CountsInWhole "),
         (LooksAhead, None, "`taken` of Lookahead "),
+        (InAFunctionOfItsSchedule, None, "`counts` of <lambda> "),
         (InItsClass, None, "`rates` of InItsClass in test_user_attributes.py "),
     ],
 )

@@ -70,6 +70,27 @@ def train(optimizer, batches, limit, meter):
         if meter.phase == "cold" and noted["sum"]:
             optimizer.step()
     return SEEN
+
+class Heat:
+    @property
+    def temperature(self):
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value):
+        self._temperature = max(0.1, value)
+
+    def set_level(self, level):
+        limited = min(level, 9)
+        self._level = limited
+
+    def note(self, loss):
+        self._noted = loss
+
+    def cool(self, loss):
+        self.temperature = self.temperature * 0.9
+        self.set_level(self._level / 2)
+        self.note(loss)
 """
 TRAIN = 36  # the line of train
 
@@ -120,6 +141,9 @@ def test_what_decides(source: Source, name: str, value: Any, decides: bool) -> N
         (of_train("noted[loss]"), 0.5, False),
         (of_train("noted[sum]"), 2, True),
         (of_train("noted"), {}, True),  # made by no step: what is in it, and is set elsewhere, stays
+        ("._temperature", 0.5, True),  # by its property
+        ("._level", 0.5, True),  # by a method that is given it
+        ("._noted", 0.5, False),
         (".unknown", 3, True),
     ],
 )
