@@ -382,7 +382,7 @@ def try_to_write(log: str, target: str) -> None:
 
 
 def page_of(processes: Sequence[Process], *, lists_saves: bool = True) -> str:
-    """Return one self-contained HTML page about a run: totals, a time line, every stall, and tables.
+    """Return one self-contained HTML page about a run: totals, a timeline, every stall, and tables.
 
     Args:
         processes: From :func:`read_events`.
@@ -411,7 +411,7 @@ def page_of(processes: Sequence[Process], *, lists_saves: bool = True) -> str:
         f"<p class=muted>{ran}</p>",
         "<div class=cards>",
         *(f"<div class=card><b>{html.escape(value)}</b>{html.escape(text)}</div>" for value, text in cards),
-        f"</div><h2>Time line</h2><p>{_LEGEND}</p>",
+        f"</div><h2>Timeline</h2><p>{_LEGEND}</p>",
         _time_line(processes),
         *_interruptions(interruptions),
         "<h2>Stall of each save</h2>",
@@ -533,7 +533,7 @@ def _time_line(processes: Sequence[Process]) -> str:
             f"<title>{_text(note)}</title></rect>\n"
         )
 
-    marks = [f"<div class=wide><svg viewBox='0 0 {_WIDTH} {height}' role='img' aria-label='time line'>"]
+    marks = [f"<div class=wide><svg viewBox='0 0 {_WIDTH} {height}' role='img' aria-label='timeline'>"]
     for row, (rank, starts) in enumerate(shown):
         top = row * _ROW + 16
         crowded = sum(len(process.saves) for process in starts) > _CROWD
@@ -589,7 +589,7 @@ def _interruptions(interruptions: Sequence[Interruption]) -> list[str]:
     ]
     head = ("continued from", "step", "work lost, at least", "until training again", "in all")
     return [
-        "<h2>Interruptions</h2><p>Training ended without reaching its end, and continued from a checkpoint.</p>",
+        "<h2>Interruptions</h2><p>Training was cut off, and continued from a checkpoint.</p>",
         _table(head, rows, "path"),
     ]
 
