@@ -112,11 +112,11 @@ def exit_status(requests: Iterable[str]) -> int:
 
 
 class Notices:
-    """Checks the clock and the notice on a thread, which exists only if one of them is set.
+    """Checks the clock and the notice, each on a thread of its own, which exists only if it is set.
 
     Args:
         preemption: What to check.
-        ask: Called once, on the thread, with what has occurred.
+        ask: Called once, on a thread, with what has occurred.
     """
 
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
@@ -126,21 +126,27 @@ class Notices:
         self._ends_at = None if preemption.ends_at is None else self._clock() + (preemption.ends_at - time.time())
         self._closed = Latch()
         self._has_failed = False
-        if preemption.ends_at is not None or preemption.notice is not None:
-            threading.Thread(target=self._watch, name="ckpt-notices", daemon=True).start()
+        for has_come, reason, is_set in (
+            (self._is_over, _DEADLINE, self._ends_at is not None),
+            (self._has_notice, _NOTICE, preemption.notice is not None),  # may wait for a network
+        ):
+            if is_set:
+                threading.Thread(target=self._watch, args=(has_come, reason), name="ckpt-notices", daemon=True).start()
 
     def close(self) -> None:
         """Stop checking."""
         self._closed.set()
 
-    def _watch(self) -> None:
+    def _watch(self, has_come: Callable[[], bool], reason: str) -> None:
         while not self._closed.is_set():
-            came = _DEADLINE if self._ends_at is not None and self._clock() >= self._ends_at else None
-            came = came or (_NOTICE if self._has_notice() else None)
-            if came is not None:
-                self._ask(came)
+            if has_come() and not self._closed.is_set():
+                self._closed.set()
+                self._ask(reason)
                 return
             self._closed.wait(self._preemption.look_every)
+
+    def _is_over(self) -> bool:
+        return self._ends_at is not None and self._clock() >= self._ends_at
 
     def _has_notice(self) -> bool:
         notice = self._preemption.notice

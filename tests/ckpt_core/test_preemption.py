@@ -95,6 +95,15 @@ def test_seconds_are_counted_though_the_clock_is_set(monkeypatch: pytest.MonkeyP
     notices.close()
 
 
+def test_a_question_that_is_never_answered_holds_up_no_deadline() -> None:
+    came: queue.Queue[str] = queue.Queue()
+    answers = threading.Event()
+    notices = Notices(Preemption(notice=answers.wait, deadline=0.1, look_every=0.01), came.put)
+    assert came.get(timeout=SECONDS) == "its deadline"
+    notices.close()
+    answers.set()
+
+
 def test_a_deadline_that_is_over_is_said(caplog: pytest.LogCaptureFixture) -> None:
     Preemption(deadline="2020-01-01T04:00")
     assert "the deadline 2020-01-01T04:00 is over: this run saves after its first step" in caplog.text
@@ -113,7 +122,7 @@ def test_a_question_that_fails_is_asked_again_and_ends_no_other_watch(
             raise OSError("no network")
         return True
 
-    notices = Notices(Preemption(notice=fails, look_every=0.01), came.put)
+    notices = Notices(Preemption(notice=fails, deadline="2100-01-01", look_every=0.01), came.put)
     if reason == "its deadline":
         for _ in range(2):
             asked.get(timeout=SECONDS)
