@@ -25,6 +25,7 @@ _FEWEST_ITEMS = 1 << 6
 _CAPTURED_BYTES = 64 << 20
 _CAPTURED_ITEMS = 1 << 18
 _PACKED_ITEMS = 64
+_COMPARED_DATA = 64  # values of one object
 _SMALL_ITEMS, _SMALL_BYTES = 1 << 10, 1 << 16
 # what is kept to be faster, and what a library keeps for a state_dict of its own
 _NO_STATE = ("cache", "state_dict")
@@ -110,6 +111,17 @@ def is_record(value: Any, depth: int = 4) -> bool:
     return type(value) is int
 
 
+def _is_data(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(one, (int, float)) or _is_data(one) for one in sample(value))
+    # of what is on a device the numbers are not looked at
+    return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.device.type == "cpu")
+
+
+def _is_no_state(path: str) -> bool:
+    return any(word in path.lower() for word in _NO_STATE)
+
+
 class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
     """It is not captured."""
 
@@ -140,11 +152,17 @@ class PlainState:
         # the values themselves are kept, too: a list that was changed in place is the same list
         self._known = {f.path: (fingerprint(f.value), _reference(f.value)) for f in self._found()}
         self._scalars = {f.path: f.value for f in self._found() if type(f.value) in _SCALARS}
+        data = [f.path for f in self._found() if _is_data(f.value) and not _is_no_state(f.path)]
+        self._data = {path: self._known[path][0] for path in data[:_COMPARED_DATA]}
 
     def _found(self) -> Iterator[Found]:
         for found in reach(self.owner, ignore=self._ignore, skip=self._skip, leave=self._leave):
             if not is_generator(found.value):
                 yield found
+
+    def data(self, but: Collection[str] = ()) -> dict[str, str]:
+        """Return the digests of the arrays, tensors and lists of numbers that the object began with, ``but`` some."""
+        return {path: digest for path, digest in self._data.items() if path not in but}
 
     def _is_known(self, found: Found) -> bool:
         # most attributes are numbers that never change
@@ -192,7 +210,7 @@ class PlainState:
             if self._is_known(found):
                 continue
             digest, before = self._known.get(found.path, ("", None))
-            if any(word in found.path.lower() for word in _NO_STATE) or digest == fingerprint(found.value):
+            if _is_no_state(found.path) or digest == fingerprint(found.value):
                 continue
             try:
                 in_place = before is not None and found.value is before()

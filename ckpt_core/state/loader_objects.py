@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 from ckpt_core.state.changed_values import PlainState
@@ -74,6 +74,14 @@ class Carried:
             captured[name], too_much = plain.capture()
             left_out += [f"{name}.{path}" if name else path for path in too_much]
         return captured, left_out
+
+    def data(self, changed: Mapping[str, Mapping[str, Any]], left_out: Collection[str]) -> dict[str, dict[str, str]]:
+        """Return the digests of the data that :meth:`values` says are not ``changed``."""
+        prefixes = {name: f"{name}." if name else "" for name in self._plain}
+        return {
+            name: plain.data({*changed[name], *(path.removeprefix(prefixes[name]) for path in left_out)})
+            for name, plain in self._plain.items()
+        }
 
     @contextlib.contextmanager
     def lent(self, values: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:

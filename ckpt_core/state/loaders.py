@@ -336,8 +336,10 @@ class LoaderTracker:
             state["moving"] = sorted(self.sampler.moving)
             state["dataset_generators"] = self.carried.generators() if self.workers == 0 else {}
         values, left_out = self.carried.values()
+        state["data"] = self.carried.data(values, left_out)
         if self.sampler is not None:
             left_out += [f"sampler.{path}" for path in too_much]
+            state["data"]["sampler"] = self.sampler.plain.data({*state["values"], *too_much})
         state["carried"] = {"generators": self.carried.generators(), "values": values, "left_out": left_out}
         return state
 
@@ -354,6 +356,17 @@ class LoaderTracker:
         if state["method"] != self.method and "replay" not in (state["method"], self.method):
             raise StateMismatchError(
                 f"the data loader was followed by {state['method']!r} and is followed by {self.method!r}"
+            )
+        others = [
+            f"{name}.{path}" if name else path
+            for name, digests in state.get("data", {}).items()
+            for path, digest in digests.items()
+            if now["data"].get(name, {}).get(path, digest) != digest
+        ]
+        if others:
+            return (
+                f"the training data ({', '.join(others[:3])}) is not that of the run that saved (if it is drawn at "
+                "each start, set a seed before)"
             )
         return self._inexact(state)
 

@@ -547,6 +547,7 @@ class ExactState(Live):
                 "phase": phase,
                 "progress": progress,
                 "changed": changed,
+                "data": self._users.data(),
                 "set_by_hooks": self._users.set_by_hooks(),
                 "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends, but=anew)
                 if looks
@@ -721,7 +722,9 @@ class ExactState(Live):
                 "ModelPruning goes back to other weights than in the run that saved, as this process began with "
                 "others (set the same seed before the model is built, at every start)"
             )
-        causes = [*shared["notes"], *causes]
+        is_comparable = self._trainer.is_global_zero and not resharded  # it is the first rank's
+        other_data = self._users.other_data(shared.get("data", {})) if is_comparable else None
+        causes = [*shared["notes"], *causes, *filter(None, [other_data])]
         # what is compared when it has been read again needs no warning if it was the same
         awaits_reading = DRAWS_WHILE_READ in causes and self._recording is not None and not resharded
         if awaits_reading:

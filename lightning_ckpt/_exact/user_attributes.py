@@ -81,6 +81,7 @@ class UsersObjects(Live):
         self._set_back: dict[Place, bool] = {}  # whether the source sets it back, for those that steps have changed
         self._followed: dict[Place, tuple[Any, Any]] = {}  # what steps may change: in which dictionary, and its key
         self._size = 0
+        self._changed: dict[str, list[str]] = {}  # at the last save, with what only tells
 
     def digests(self) -> Digests:
         """Return the digests of all plain attributes."""
@@ -159,6 +160,7 @@ class UsersObjects(Live):
         """
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
+        self._changed = {name: [*of] for name, of in found.items()}
         self._look_for_set_back(found)
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
@@ -200,6 +202,11 @@ class UsersObjects(Live):
             mine = {path: digest for path, digest in digests.items() if hooks.get(path) == digest}
             left[name] = {**self._plain[name].without_records(digests), **mine}
         return left, made_by_steps
+
+    def data(self) -> Digests:
+        """Return the digests of the data that module and datamodule began with and had unchanged at the last save."""
+        changed = self._changed
+        return {name: plain.data(changed.get(name, ())) for name, plain in self._plain.items() if name in _MODULE}
 
     def not_before(self, before: Digests) -> set[str]:
         """Return the places of what training had not changed ``before``, as ``Variables`` calls them."""
@@ -288,6 +295,25 @@ class UsersObjects(Live):
             self._plain[name].restore(made)
             self._put_back |= {(name, path): value["first"] for path, value in made.items()}
         self._copies, self._to_come = {}, {}
+
+    def other_data(self, saved: Digests) -> str | None:
+        """Return what is not the data that the run that saved had begun with, in words, or ``None``."""
+        found: list[tuple[type, str, Any]] = []
+        for name, digests in saved.items():
+            if name in self._plain:
+                plain = self._plain[name]
+                now, values, known = plain.digests(), plain.values(), plain.data()
+                others = [path for path, digest in digests.items() if path in known and now.get(path, digest) != digest]
+                found += [(type(self._owners[name]), path, values[path]) for path in others]
+        names = [
+            f"{kind.__name__}.{path}" for (kind, path, _), used in zip(found, are_kept(found), strict=True) if used
+        ]
+        if not names:
+            return None
+        return (
+            f"{in_words(names)} is not that of the run that saved (if it is drawn at each start, set a seed before, or "
+            "use a buffer)"
+        )
 
     def differences(
         self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None, *, steps_make_anew: bool = False

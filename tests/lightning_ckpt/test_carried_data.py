@@ -20,6 +20,7 @@ from torch.utils.data import (
     Sampler,
     default_collate,
     get_worker_info,
+    random_split,
 )
 
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
@@ -335,6 +336,17 @@ def test_what_functions_of_the_data_keep_is_named(tmp_path: Path) -> None:
     _, _, said = train_and_resume(Training(over(Items, collate_fn=counting)(0)), tmp_path)
     assert len(said) == 1
     assert "begins without variables of the script that training had changed: `seen` of collate" in said[0]
+
+
+def test_data_that_is_drawn_at_each_start_is_said(tmp_path: Path) -> None:
+    class Divides(Model):
+        def train_dataloader(self) -> Any:
+            return DataLoader(random_split(Items(), [24, 8])[0], batch_size=4)
+
+    expected, found, said = train_and_resume(Training(Divides), tmp_path)
+    assert len(said) == 1
+    assert "the training data (indices) is not that of the run that saved" in said[0]
+    assert found != expected
 
 
 def test_what_is_too_large_is_said(tmp_path: Path) -> None:

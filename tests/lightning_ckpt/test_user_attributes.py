@@ -169,6 +169,18 @@ class Swaps(Model):
         return super().loss(batch) * self.scale
 
 
+class Draws(Model):
+    """What it draws when it is made is another one at each start, and training does not change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn_once, self.not_used = torch.randn(4), torch.randn(4)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        batch[1].add_(self.drawn_once)
+        return super().loss(batch)
+
+
 class CountsEpochs(Model):
     """What its hook of an epoch's start makes comes of what was there."""
 
@@ -249,6 +261,7 @@ class Teaches(Model):
         (CollectsForever, MIDDLE, "training had changed CollectsForever.rows"),
         (CollectsByName, MIDDLE, "training had changed CollectsByName.sums"),
         (Swaps, MIDDLE, "training had changed Swaps.scale"),
+        (Draws, MIDDLE, ": Draws.drawn_once is not that of the run that saved"),
         (CountsEpochs, MIDDLE, "training had changed CountsEpochs.epochs"),
         (CountsEpochs, END, "training had changed CountsEpochs.epochs"),
         (Shuffles, MIDDLE, "training had changed Shuffles.order"),
