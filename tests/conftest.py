@@ -59,13 +59,18 @@ settings.load_profile("no deadline")
 
 #: Files that take longest: they begin first, so that no worker is left with a long one in the end.
 LONGEST = (
-    "accelerate_ckpt/test_exact_data_two.py",
+    "examples/test_crash_demo.py",
     "lightning_ckpt/test_exact_resume.py",
+    "accelerate_ckpt/test_exact_data_two.py",
+    "lightning_ckpt/test_exact_interrupts.py",
     "accelerate_ckpt/test_exact_data_one.py",
     "lightning_ckpt/test_exact_processes.py",
     "lightning_ckpt/test_sharded.py",
     "lightning_ckpt/test_elastic.py",
     "accelerate_ckpt/test_elastic.py",
+    "accelerate_ckpt/test_launch.py",
+    "accelerate_ckpt/test_rehearsal.py",
+    "accelerate_ckpt/test_transformers_unattended.py",
     "accelerate_ckpt/test_exact_data_scripts.py",
     "accelerate_ckpt/test_save_state_ranks.py",
     "accelerate_ckpt/test_launch_runs.py",
