@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import concerns_others, find, find_all, is_there, refuse_checkpoint, refuse_itself, state_of
-from ckpt_core.cli.output import complain, print_json, printable
+from ckpt_core.cli.output import complain, print_json, print_lines, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.cli.progress import progress
 from ckpt_core.cli.tidying import agreed, delete
@@ -112,8 +112,8 @@ def _transfer_all(options: Options) -> int:
             if not options.json:
                 word = "moved" if removes else "copied"
                 with beside_bars():
-                    print(
-                        f"{word if is_new else 'was there'}  {printable(info.path)} -> {printable(target)} "
+                    print_lines(
+                        f"{word if is_new else 'was there'}  {info.path} -> {target} "
                         f"({size_in_words(info.size)}, verified)"
                     )
     if options.json:
@@ -172,7 +172,7 @@ class _Step:
 
     def __str__(self) -> str:
         arrow = "" if self.path == self.target else f" -> {self.target}"
-        return printable(f"{self.action:<9}  {self.path}{arrow}  ({self.why or size_in_words(self.info.size)})")
+        return f"{self.action:<9}  {self.path}{arrow}  ({self.why or size_in_words(self.info.size)})"
 
 
 def _sync(options: Options) -> int:
@@ -186,7 +186,7 @@ def _sync(options: Options) -> int:
             done = [_copied(step, options) for step in copies]
     if not options.json:
         for step in done:
-            print(step)
+            print_lines(str(step))
     is_whole = not any(step.is_missing for step in done)
     deletions = _delete_at_target(deletions, options, is_whole)
     if options.json:
@@ -296,7 +296,7 @@ def _delete_at_target(steps: list[_Step], options: Options, is_whole: bool) -> l
         return [dataclasses.replace(step, action="keep", why="not all of the source is here") for step in steps]
     if not options.json:
         for step in steps:
-            print(step)
+            print_lines(str(step))
     if not surplus or options.dry_run:
         return steps
     if not (options.yes or agreed(options)):
