@@ -15,7 +15,9 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, ProjectConfiguration
+from torch.utils.data import DataLoader
 
+from accelerate_ckpt._data import unprepared
 from accelerate_ckpt._private.replacing import Patches
 from accelerate_ckpt._state.just_in_time import note_start, note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import load_state
@@ -251,6 +253,7 @@ def _listen() -> None:
         _signals.wrap(AcceleratedOptimizer, "step", _optimizer_step)
         _signals.wrap(DataLoaderShard, "__iter__", _iterate)
         _signals.wrap(DataLoaderDispatcher, "__iter__", _iterate)
+        _signals.wrap(DataLoader, "__iter__", unprepared.iterate)
         for name, tell in _LOCAL_SGD.items():
             _signals.wrap(LocalSGD, name, _of_local_sgd(tell))
 

@@ -13,9 +13,11 @@ from accelerate_ckpt._data.position import BETWEEN, LoaderPosition
 from accelerate_ckpt._data.scripts_that_skip import Uses
 from accelerate_ckpt._private import data as private_data
 from accelerate_ckpt._recording import Fetched, Recording
+from accelerate_ckpt._report import announce_on_main
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.elastic import derive_rng
+from ckpt_core.state.lost_variables import is_done_with
 from ckpt_core.state.rng import RngState
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class _BetweenEpochs:
     of: LoaderPosition
     rng: RngState
     saved: bool = False
+    in_body: bool = True  # whether it is known from the body of the last batch on, or from a save after it
     passed: list[LoaderPosition] = dataclasses.field(default_factory=list)
 
 
@@ -70,13 +73,16 @@ class LoaderPositions:
         self._uses_at_restore = 0
         self._between: _BetweenEpochs | None = None
         self._told: set[str] = set()
-        self._draws_between_epochs = self._are_repeats_told = False
+        self._draws_between_epochs = self._draws_are_told = self._are_repeats_told = False
         self.leaves_loaders = False  # where they are, by the last restore: as stock, in a process that has trained
         self._begun_first: list[LoaderPosition] = []  # before this process has trained, if it began from nothing
         self._began_with_evaluation: bool | None = None  # what a resumed run's first process knew of it
         self._unless_evaluated: tuple[str, set[int]] | None = None
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
+        # Whether the script draws nothing until the next epoch, after a save in the last batch's body (True) or later
+        self._is_quiet: dict[bool, bool] = {}
+        self._was_quiet: bool | None = None  # what the checkpoint says of that; None if it does not know
         self._rng_in_body: RngState | None = None  # at the first save in the body of a training's batch
         self.recording: Recording | None = None
         self.before_epoch: Callable[[], None] | None = None
@@ -211,7 +217,9 @@ class LoaderPositions:
         saved, rng = self._waiting.pop(number), self._restored_rng
         assert rng is not None
         if not position.was_there:
-            saved = _with_new_workers(saved)
+            saved = _of_another(saved)
+            if saved["between"] is None and saved["phase"] == BETWEEN:
+                self.take_rng()  # what comes until the epoch's first batch draws from them in both runs
         problem = position.problem(saved)
         if problem is not None:
             self._causes.append(problem)
@@ -240,6 +248,28 @@ class LoaderPositions:
         """Return the generators of the save for the first loader that resumes."""
         rng, self._rng_of_save = self._rng_of_save, None
         return rng
+
+    def take_rng_of_epoch(self) -> RngState | None:
+        """Return them for a loader that begins an epoch, if the run that saved began it with those.
+
+        Otherwise say what that run and this one have drawn, as far as that is known to differ.
+        """
+        rng = self.take_rng()
+        if self._was_quiet or rng is None:
+            return rng
+        has_drawn = not rng.same_as(RngState.capture())
+        if self._was_quiet is None and has_drawn:
+            announce_on_main(
+                "random numbers were drawn between load_state and the first batch: this resume is exact only if the "
+                "run that saved drew as many between its save and the next epoch (draw them before load_state)"
+            )
+        elif self._was_quiet is False and not has_drawn and not self._draws_are_told:
+            self._causes.append(
+                "it was saved at the end of an epoch, and the run that saved draws random numbers between such a save "
+                "and the next epoch: the resume begins with the next epoch and does not draw them (save after that)"
+            )
+            self._say_causes()
+        return None
 
     def step_back(self) -> Callable[[], None]:
         """Return what brings the micro-batch counter back to where it is now."""
@@ -298,7 +328,8 @@ class LoaderPositions:
         self._between = None
         # other loaders that are trained on are begun by a resume, too
         evaluated = any(not passed.has_trained for passed in between.passed)
-        if not evaluated or between.rng.same_as(RngState.capture()):
+        is_quiet = self._is_quiet[between.in_body] = between.rng.same_as(RngState.capture())
+        if not evaluated or is_quiet:
             return
         self._draws_between_epochs = True
         if between.saved and not self._begins_with_evaluation:
@@ -378,13 +409,17 @@ class LoaderPositions:
         ended = [
             p for p, saved in zip(positions, loaders, strict=True) if saved and saved["trained"] and saved["finished"]
         ]
-        self._between = _BetweenEpochs(ended[0], rng, saved=True) if len(ended) == 1 and ended[0] else None
+        in_body = is_inside or any(position is not None and position.is_in_last_body for position in ended)
+        self._between = None
+        if len(ended) == 1 and ended[0]:
+            self._between = _BetweenEpochs(ended[0], rng, saved=True, in_body=in_body)
         return {
             "version": VERSION,
             "step": int(self._accelerator.step),
             "rng": rng.encode(),
             "draws_between_epochs": self._draws_between_epochs and bool(ended),
             "begins_with_evaluation": self._begins_with_evaluation,
+            "is_quiet": self._is_quiet.get(in_body, self._is_quiet.get(True) or None),
             "in_evaluation": any(evaluates),
             "read_ahead": read_ahead,
             "repeats": repeats,
@@ -411,7 +446,10 @@ class LoaderPositions:
             "prepared": self._prepared.get(position.loader, 0),
             "last": position.habit.last,
         }
-        return {**position.capture(as_over=as_over), **history}
+        found = {**position.capture(as_over=as_over), **history}
+        # scripts that prepare a loader for each epoch begin the next one with another
+        found["is_last_pass"] = bool(found["finished"] and found["trained"]) and is_done_with(position.loader)
+        return found
 
     def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> bool:
         """Set the generators, and let the next iteration of each loader continue where it was.
@@ -438,7 +476,9 @@ class LoaderPositions:
                 "differ from those of the old number of ranks"
             )
         self._began_with_evaluation, self._unless_evaluated = bool(state.get("begins_with_evaluation")), None
-        if state.get("draws_between_epochs"):
+        self._was_quiet = state.get("is_quiet")
+        self._draws_are_told = bool(state.get("draws_between_epochs"))
+        if self._draws_are_told:
             cause = (
                 "it was saved at the end of an epoch, before an evaluation that draws random numbers: the resume "
                 "begins with the next epoch and does not draw them (save after the evaluation)"
@@ -483,9 +523,11 @@ class LoaderPositions:
         return is_exact
 
 
-def _with_new_workers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_another(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a position between two epochs for a loader that is made after the load, as one for each epoch is."""
     between = saved["between"]
-    if saved["phase"] != BETWEEN or not between.get("workers"):
+    if saved["phase"] != BETWEEN:
         return saved
-    return {**saved, "between": {**between, "passes": 0, "workers": []}}
+    if saved.get("is_last_pass"):
+        return {**saved, "iteration": 0, "between": None}
+    return {**saved, "between": {**between, "passes": 0, "workers": []}} if between.get("workers") else saved

@@ -61,6 +61,9 @@ class Run(Protocol):
     def take_rng(self) -> RngState | None:
         """Return the generators of the save for the first loader that resumes."""
 
+    def take_rng_of_epoch(self) -> RngState | None:
+        """Return them for the first loader that begins an epoch, if it is to begin with them."""
+
     def step_back(self) -> Callable[[], None]:
         """Return what brings the micro-batch counter back to where it is."""
 
@@ -223,8 +226,12 @@ class LoaderPosition:
         self._begun_generators, self._first_rng = self._dataset_generators(), None
         first_rows = None
         if self._resumed is None:
-            if self.resumes_training:
-                self._run.take_rng()  # an epoch draws from them, before another loader continues in the middle of one
+            # an epoch draws from them, before another loader continues in the middle of one
+            rng = self._run.take_rng_of_epoch() if self.resumes_training else None
+            if rng is not None:
+                rng.restore()
+                if self._opening is not None:
+                    self._opening.rng = rng
             iterator = self._begin(leave_out)
         else:
             self._rng_after = self._run.take_rng() or RngState.capture()
@@ -337,6 +344,11 @@ class LoaderPosition:
     def is_inside(self) -> bool:
         """Whether the script is in the middle of an iteration, which was not there when it was resumed."""
         return self._phase == INSIDE and self._opening is None and not self.is_finished
+
+    @property
+    def is_in_last_body(self) -> bool:
+        """Whether the script is in the body of the last batch of an iteration."""
+        return self._phase == INSIDE and self.is_finished
 
     def capture(self, *, as_over: bool = False) -> dict[str, Any]:
         """Capture the position as tensors and plain data; ``as_over``, as if this iteration was over."""
@@ -470,6 +482,8 @@ class LoaderPosition:
 
     def _restore_between(self, state: Mapping[str, Any], rng: RngState, understood: bool) -> None:
         between = state["between"]
+        if between is None:  # it was another loader's, and this one begins afresh
+            return
         if between["passes"]:
             self._internals.forget_iterator()
         if self._fits(state):

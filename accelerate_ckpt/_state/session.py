@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate_ckpt._data import unprepared
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
@@ -240,7 +241,8 @@ class Session:
         # a class of the script's may have more than its state_dict holds
         users = [one for one in [*inner, *accelerator._custom_objects, *self.owners()] if not is_library(type(one))]
         librarys = [one for one in accelerator._custom_objects if is_library(type(one))]
-        return Watched(accelerator._models, [accelerator, *wrapped, *inner, *loaders, *librarys], users, data)
+        held = [accelerator, *wrapped, *inner, *loaders, *librarys]
+        return Watched(accelerator._models, held, users, data, iterators=unprepared.iterators())
 
     @property
     def window_is_open(self) -> bool:

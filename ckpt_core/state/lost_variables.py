@@ -76,6 +76,8 @@ class Watched(NamedTuple):
     # What data is made by. A checkpoint holds its plain values and generators, but not what its functions keep.
     data: Sequence[object] = ()
     waits: bool = False  # whether the script's functions that are running wait for the training to end
+    # Iterators that may be in no variable, as those of a ``for`` are: what each is told by, and which pass and item
+    iterators: Sequence[tuple[Any, str, Any]] = ()
 
 
 class _Held(NamedTuple):
@@ -159,6 +161,8 @@ class Variables:
         self._at_load: dict[str, str] = {}
         self._lost: list[str] | None = None
         self._only_logged: list[str] = []
+        self._loose: dict[str, Any] = {}  # how far iterators are that are in no variable, by their names
+        self._loose_first: dict[str, Any] = {}  # how far they were when a new run trained on its first batch
         self._trained = False
         self._known: Known | None = None
 
@@ -180,6 +184,10 @@ class Variables:
         if not self._first:  # it has loaders of its own
             self._look()
         self._trained = True
+        watched, saved = self._watched(), self._saved.get("iterators", {})
+        now = {name: place for _, name, place in watched.iterators} if watched is not None else {}
+        self._loose_first = now | {name: first for name, (_, first) in saved.items()}
+        self._lost = [*(self._lost or ()), *(n for n, (then, first) in saved.items() if now.get(n) == first != then)]
         if self._lost:
             self._say(self._lost)
         if self._only_logged:
@@ -234,7 +242,10 @@ class Variables:
                 noted[owner][5].append(key[len(owner.partition("` of ")[0]) + 1 : key.index("` of ")])
         anew = [key for key in noted if key in self._anew]
         counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
-        return {"values": noted, "between": between, "ends": ends, **counts}
+        # those of an epoch end with it
+        now = {} if between else self._loose
+        loose = {name: [place, self._loose_first.get(name, [1, 1])] for name, place in now.items()}
+        return {"values": noted, "between": between, "ends": ends, **({"iterators": loose} if loose else {}), **counts}
 
     def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
         """Return where there was nothing, an empty dictionary or another kind of value, of which this is a part now."""
@@ -249,7 +260,7 @@ class Variables:
     @_harmless
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Compare what training begins with now with what a checkpoint says."""
-        self._saved = saved if saved.get("values") else {}
+        self._saved = saved if saved.get("values") or saved.get("iterators") else {}
         self._first, self._ids, self._trained, self._lost, self._passes, self._anew = {}, {}, False, None, 0, set()
         self._at_load = {key: one.mark for key, one in self._found().items()} if self._saved else {}
 
@@ -382,6 +393,7 @@ class Variables:
                 if not (name.startswith("__") or is_given or is_none):
                     for path, what, one, of, mark in look.into(name, value):
                         found[f"`{_shown(path)}` of {place}"] = _Held(mark, what, path, frame, one, of, is_other)
+        self._loose = {name: place for one, name, place in watched.iterators if not look.has_seen(one)}
         return found
 
 
@@ -430,6 +442,31 @@ def _is_set_back(
         for method in by[each].difference(but)
         for base in bases
     )
+
+
+def is_done_with(thing: object) -> bool:
+    """Whether variables of running functions have an object, nothing in them has, and all are set before they are read.
+
+    Of what is where nobody looks, False.
+    """
+    found = False
+    for frame in _frames(sys._getframe(1)):
+        for name, value in variables_of(frame):
+            if value is thing:
+                found = True
+                if is_live(name, frame):
+                    return False
+            elif any(one is thing for one in _directly_in(value)):
+                return False
+    return found
+
+
+def _directly_in(value: Any) -> Collection[Any]:
+    if isinstance(value, CONTAINERS):
+        return value.values() if isinstance(value, dict) else value
+    with contextlib.suppress(Exception):  # of objects of the user's classes
+        return tuple(vars(value).values())
+    return ()
 
 
 def _sets(method: object, name: str, *, in_place: bool) -> bool:

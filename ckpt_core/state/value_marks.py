@@ -131,6 +131,9 @@ class Look:
         self._shapes, self._parameters = known.shapes, known.parameters
         self._seen = {id(one) for one in held} | known.modules
 
+    def has_seen(self, value: Any) -> bool:
+        return id(value) in self._seen
+
     def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None, str]]:
         """Return of each value in a variable its path, its kind, itself, whose attribute it is, and its mark."""
         found: list[tuple[str, str, Any, type | None, str]] = []

@@ -93,6 +93,61 @@ def test_an_evaluation_that_only_the_first_start_makes_is_said(ranks: Ranks, tmp
     assert first["used"] != again["used"]
 
 
+DRAWS = (
+    LISTEN
+    + """
+    from accelerate_ckpt._data import loaders
+    loaders.announce_on_main = said.append
+    model, data = nn.Linear(4, 4), torch.arange(96.0).view(24, 4) / 96
+    model, optimizer, train = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(data, 4, shuffle=True)
+    )
+    if resume:
+        accelerator.load_state(f"{path}/epoch_{resume}")
+    if draws == "at the start":
+        torch.randn(3)
+    used = []
+    for epoch in range(resume, 3):
+        if draws == "first":
+            torch.randn(3)
+        for x in train:
+            used.append(x[:, 0].tolist())
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not resume:
+            accelerator.save_state(f"{path}/epoch_{epoch + 1}")
+        if draws == "last":
+            torch.randn(3)
+    accelerator.end_training()
+    tell(said=[text for text in said if "exact" in text], used=used[-6:])
+"""
+)
+
+
+@pytest.mark.parametrize("draws", ["at the start", "first", "last"])
+def test_what_is_drawn_between_the_load_and_an_epoch_is_told_from_what_each_epoch_draws(
+    ranks: Ranks, tmp_path: Path, draws: str
+) -> None:
+    first, again = (ranks.run(DRAWS, 1, path=str(tmp_path), resume=resume, draws=draws)[0].told for resume in (0, 2))
+    assert first["said"] == []
+    if draws == "last":
+        (text,) = again["said"]
+        assert "draws random numbers between such a save and the next epoch" in text
+        assert first["used"] != again["used"]
+    else:
+        assert again["said"] == []
+        assert first["used"] == again["used"]
+
+
+@pytest.mark.parametrize("draws", ["at the start", "never"])
+def test_what_each_epoch_draws_is_not_known_after_the_first(ranks: Ranks, tmp_path: Path, draws: str) -> None:
+    ranks.run(DRAWS, 1, path=str(tmp_path), resume=0, draws=draws)
+    (again,) = ranks.run(DRAWS, 1, path=str(tmp_path), resume=1, draws=draws)
+    told = ["were drawn between load_state and the first batch" in text for text in again.told["said"]]
+    assert told == [True] * (draws == "at the start")
+
+
 INSIDE = """
     import logging
     from torch.utils.data import DataLoader

@@ -595,3 +595,33 @@ def test_a_loader_that_is_prepared_for_each_epoch_has_new_workers() -> None:
 
     whole, saved = train(run_of(1), 2)
     assert train(run_of(2).restore(saved), 1)[0] == whole[2:]
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True}], ids=str)
+def test_a_loader_that_is_prepared_for_each_epoch_takes_nothing_over_from_the_one_before(
+    config: dict[str, bool], has_generator: bool
+) -> None:
+    def train(run: Any, epochs: range) -> tuple[list[list[Any]], dict[int, dict[str, Any]]]:
+        found, saved = list[list[Any]](), {}
+        for epoch in epochs:
+            generator = torch.Generator().manual_seed(epoch) if has_generator else None
+            loader = run.accelerator.prepare(
+                DataLoader(Drawing(), batch_size=4, shuffle=True, generator=generator), None
+            )[0]
+            run.positions.prepared(loader)
+            found.append([])
+            for batch in loader:
+                run.positions.uses.backward()
+                found[-1].append(batch.tolist())
+            saved[epoch] = run.capture()
+        return found, saved
+
+    def run_of(seed: int) -> Run:
+        run = Run(seed, config=config)
+        run.accelerator._dataloaders.clear()
+        return run
+
+    whole, saved = train(run_of(1), range(4))
+    for epoch in (0, 1):
+        assert train(run_of(2).restore(saved[epoch]), range(epoch + 1, 4))[0] == whole[epoch + 1 :]

@@ -442,6 +442,29 @@ def skips_by_itself(of: Training) -> None:
         of.set_rate(0.1)
 
 
+def batches_of(loader: Any) -> Iterator[Any]:
+    yield from loader
+
+
+def has_loaders_that_are_not_prepared(of: Training) -> None:
+    shuffled = DataLoader(torch.linspace(0, 1, 24).view(6, 4), batch_size=2, shuffle=True)
+    of.resume()
+    for _ in range(2):
+        for number, (batch, more) in enumerate(zip(of.loader, batches_of(shuffled), strict=False)):
+            of.step(batch + more)
+            of.save("first" if number == 0 else "middle" if number == 1 else "last")
+
+
+def leaves_out_what_it_had_itself(of: Training) -> None:
+    ordered = DataLoader(torch.linspace(0, 1, 32).view(8, 4), batch_size=2)
+    of.resume()
+    for number, (batch, more) in enumerate(zip(batches_of(ordered), ordered, strict=True)):
+        if number >= 2 or not of.has_resumed:
+            of.step(batch + more)
+        if number == 1:
+            of.save("middle")
+
+
 def begins_epochs_anew(of: Training) -> None:
     outputs, holder = list[float](), {"sum": 0.0}
     meter = Meter()
@@ -589,7 +612,8 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         train(Training(directory, source))
     found = [str(w.message) for w in caught if "begins without variables of the script" in str(w.message)]
     assert len(found) <= 1
-    return re.findall(r"`([\w.]+)` of (?:[^`]*test_lost_variables.py|Waits|Patience)", found[0]) if found else []
+    named = r"`([\w. ]+)` (?:of (?:[^`]*test_lost_variables.py|Waits|Patience)|over a DataLoader)"
+    return re.findall(named, found[0]) if found else []
 
 
 @pytest.mark.parametrize(
@@ -620,6 +644,7 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         (averages_what_was_loaded, "middle", ["average.shadow"]),
         (has_caches, "middle", ["begun.norm", "norm_cache", "norm", "bias"]),
         (registers_what_holds_a_part_of_its_state, "end", ["bad"]),
+        (has_loaders_that_are_not_prepared, "middle", ["iteration 1"]),
     ],
 )
 def test_lost_variables_are_named_at_the_resume(
@@ -639,6 +664,8 @@ def test_lost_variables_are_named_at_the_resume(
         (only_tells, "middle"),
         (only_tells, "end"),
         (skips_by_itself, "middle"),
+        (has_loaders_that_are_not_prepared, "last"),
+        (leaves_out_what_it_had_itself, "middle"),
         (begins_epochs_anew, "end"),
         (trains_for_some_steps, "middle"),
         (sets_what_it_registers_back_on_a_condition, "end"),
