@@ -64,6 +64,7 @@ from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.preemption import NOT_SAVED
+from ckpt_core.state.code_origin import is_library
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
@@ -340,6 +341,8 @@ class ResumableCallback(TrainerCallback):
             accelerator = self._trainer.accelerator
             accelerator.load_state(self._resumed)
             self._rng = RngState.capture()
+            if not args.restore_callback_states_from_checkpoint:
+                _restore_counts(self._trainer)
             self._has_later_weights = state.global_step > state.max_steps
             if self._has_later_weights:
                 self._session.announce(
@@ -678,6 +681,18 @@ def _check_arguments(trainer: Any) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise OptionError(f"not supported with ResumableCallback: {problem}")
+
+
+def _restore_counts(trainer: Any) -> None:
+    """Give back to callbacks of libraries (``EarlyStoppingCallback``) what they count, not what they were made with.
+
+    Those of the script's classes are named by the resume, if they have lost anything.
+    """
+    for name, saved in trainer.state.stateful_callbacks.items():
+        kept = (one for one in trainer.callback_handler.callbacks if type(one).__name__ == name)
+        alike = [one for one in kept if isinstance(one, ExportableState) and is_library(type(one))]
+        for callback, state in zip(alike, saved if isinstance(saved, list) else [saved], strict=False):
+            vars(callback).update(state.get("attributes", {}))
 
 
 def _collect_callback_states(trainer: Any) -> None:

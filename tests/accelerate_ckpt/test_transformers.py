@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
 import random
@@ -248,6 +250,37 @@ def test_attributes_of_callbacks_and_subclasses_that_a_resume_has_lost_are_named
         trainer().train(resume_from_checkpoint=True)
     found = [str(one.message) for one in caught if "begins without variables of the script" in str(one.message)]
     assert [re.findall(r"`\w+` of \w+", text) for text in found] == [named] * bool(named)
+
+
+def test_early_stopping_counts_on_in_a_resumed_run(tmp_path: Path) -> None:
+    def trainer(folder: str, patience: int) -> Trainer:
+        return trainer_for(
+            tmp_path / folder,
+            callbacks=[transformers.EarlyStoppingCallback(patience), ResumableCallback()],
+            eval_strategy="steps",
+            eval_steps=1,
+            metric_for_best_model="eval_loss",
+            greater_is_better=False,
+        )
+
+    whole, killed = trainer("whole", 5), trainer("killed", 5)
+    for one in (whole, killed):  # each evaluation after the first is worse
+        losses = itertools.count(1)
+        one.evaluate = functools.partial(_evaluates_worse, one, losses)  # type: ignore[method-assign]
+    whole.train()
+    killed.add_callback(StopAfter(5))
+    with pytest.raises(StopError):
+        killed.train()
+    resumed = trainer("killed", 5)
+    resumed.evaluate = functools.partial(_evaluates_worse, resumed, itertools.count(9))  # type: ignore[method-assign]
+    resumed.train(resume_from_checkpoint=True)
+    assert whole.state.global_step == resumed.state.global_step == 6
+
+
+def _evaluates_worse(trainer: Trainer, losses: Iterator[int], *_: Any, **__: Any) -> dict[str, float]:
+    metrics = {"eval_loss": float(next(losses))}
+    trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+    return metrics
 
 
 @pytest.mark.parametrize("workers", [0, 1])
