@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +16,11 @@ _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  #
 def iterate(original: Any, loader: Any) -> Iterator[Any]:
     """Do what ``DataLoader.__iter__`` does, and remember the iterator for as long as somebody has it."""
     iterator: Iterator[Any] = original(loader)
-    if hasattr(iterator, "_num_yielded") and not isinstance(loader.batch_sampler or loader.sampler, RecordingSampler):
-        _passes[loader] = _passes.get(loader, 0) + 1
-        _iterators[iterator] = weakref.ref(loader), _passes[loader]
+    is_prepared = any(isinstance(one, RecordingSampler) for one in (loader.batch_sampler, loader.sampler))
+    if hasattr(iterator, "_num_yielded") and not is_prepared:
+        with contextlib.suppress(TypeError):  # of a class without a hash
+            _passes[loader] = _passes.get(loader, 0) + 1
+            _iterators[iterator] = weakref.ref(loader), _passes[loader]
     return iterator
 
 
@@ -37,7 +40,6 @@ def iterators() -> list[tuple[Any, str, Any]]:
 
 
 def _length(loader: Any) -> float:
-    try:
+    with contextlib.suppress(TypeError, NotImplementedError):
         return float(len(loader))
-    except TypeError:  # a stream
-        return float("inf")
+    return float("inf")  # a stream

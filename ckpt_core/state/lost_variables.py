@@ -243,8 +243,8 @@ class Variables:
         anew = [key for key in noted if key in self._anew]
         counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
         # those of an epoch end with it
-        now = {} if between else self._loose
-        loose = {name: [place, self._loose_first.get(name, [1, 1])] for name, place in now.items()}
+        places = {} if between else self._loose
+        loose = {name: [place, self._loose_first.get(name, [1, 1])] for name, place in places.items()}
         return {"values": noted, "between": between, "ends": ends, **({"iterators": loose} if loose else {}), **counts}
 
     def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
