@@ -25,6 +25,7 @@ _FIRST = (
     {"lr_schedulers", "scheduler"},
 )
 _WORD = re.compile(r"\W.*")
+_BEGINNING = re.compile(r" *(?:[-+~] )?")  # of a line, which stays with the word after it
 _INDEX = re.compile(r"_\d+$")  # Accelerate's second model is model_1
 
 
@@ -107,11 +108,11 @@ def print_lines(text: str, style: str = "", *, to: int | None = None, indent: in
     line, width = printable(text), _terminal_width()
     lines = [line]
     if width is not None and len(line) > width:
-        own = len(line) - len(line.lstrip())
+        own = _BEGINNING.match(line)[0]  # type: ignore[index] # it may be empty
         lines = textwrap.wrap(
-            line.lstrip(),
+            line[len(own) :],
             max(width, indent + 20),
-            initial_indent=" " * own,
+            initial_indent=own,
             subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,

@@ -580,7 +580,8 @@ def test_diff_finds_a_model_that_was_exported_alone(
 
 
 @pytest.mark.parametrize(
-    "words", ["ls .", "inspect a.ckpt", "verify . notes", "diff a.ckpt b.ckpt", "prune . --keep latest=1 -n"]
+    "words",
+    ["ls .", "inspect a.ckpt", "verify . notes", "diff a.ckpt b.ckpt", "prune . --keep latest=1 -n"],
 )
 def test_a_narrow_terminal_breaks_lines_between_words(
     words: str, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -602,6 +603,18 @@ def test_a_narrow_terminal_breaks_lines_between_words(
         assert max(map(len, shown.splitlines())) <= columns
         assert shown.split() == piped.split()
     assert len(shown.splitlines()) > len(piped.splitlines())
+
+
+def test_the_sign_of_a_difference_stays_with_a_key_that_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name, state in (("a", {"k" * 50: 1}), ("b", {})):
+        Checkpointer(strategy="sync").save(state, tmp_path / name)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == [f"- {'k' * 50}:", "    1"]
 
 
 @pytest.mark.parametrize("words", ["ls .", "inspect run", "verify run", "convert run run.ckpt --to file"])
