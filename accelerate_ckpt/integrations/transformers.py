@@ -339,6 +339,7 @@ class ResumableCallback(TrainerCallback):
             raise _not_as_known(f"a Trainer that trains has no {', '.join(missing)}")
         if self._resumed is not None:
             accelerator = self._trainer.accelerator
+            self._prepare_what_evaluates()
             accelerator.load_state(self._resumed)
             self._rng = RngState.capture()
             if not args.restore_callback_states_from_checkpoint:
@@ -360,6 +361,13 @@ class ResumableCallback(TrainerCallback):
                         "over a stream without a length as one epoch (use a newer transformers 5)",
                     )
 
+    def _prepare_what_evaluates(self) -> None:
+        """Make the loaders that the Trainer keeps to evaluate with: one made after the load begins with new workers."""
+        data = self._trainer.eval_dataset
+        if self._trainer.args.dataloader_persistent_workers and data is not None:
+            for name in data if isinstance(data, dict) else (None,):
+                self._trainer.get_eval_dataloader(name)
+
     def _passes_counted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of an epoch of the Trainer, which takes all passes over a stream before it for one."""
         at, self._stream = self._stream, None
@@ -380,15 +388,17 @@ class ResumableCallback(TrainerCallback):
 
     def on_evaluate(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         # Each evaluation prepares a new loader, which Accelerate never lets go of: it does not belong into checkpoints.
+        # The Trainer keeps one with persistent workers, which draws a seed in its first pass only.
         if self._trainer is None or not self._trainer.is_in_train:
             self._tell_of_later_weights("evaluate")
             return
         loaders, data = self._trainer.accelerator._dataloaders, self._session.data
-        for loader in [loader for loader in loaders if loader is not train_dataloader]:
+        kept = list(map(id, (train_dataloader, *getattr(self._trainer, "_eval_dataloaders", {}).values())))
+        for loader in [loader for loader in loaders if id(loader) not in kept]:
             position = data.find(loader)
             if position is not None:
                 position.release()
-        loaders[:] = [loader for loader in loaders if loader is train_dataloader]
+        loaders[:] = [loader for loader in loaders if id(loader) in kept]
 
     def on_predict(self, *_: Any, **__: Any) -> None:
         self._tell_of_later_weights("predict")

@@ -521,6 +521,32 @@ def test_the_last_save_is_durable_when_training_ends(tmp_path: Path, monkeypatch
     assert session is not None and session.checkpointer.pending == ()
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_an_evaluation_whose_workers_stay_draws_no_second_seed_in_a_resumed_run(tmp_path: Path, several: bool) -> None:
+    def trainer(folder: str) -> Trainer:
+        made = trainer_for(
+            tmp_path / folder,
+            num_train_epochs=3,
+            save_strategy="epoch",
+            eval_strategy="epoch",
+            dataloader_num_workers=1,
+            dataloader_persistent_workers=True,
+        )
+        made.eval_dataset = {"one": Noisy(), "two": Noisy()} if several else Noisy()
+        return made
+
+    whole = trainer("whole")
+    whole.train()
+    first = trainer("killed")
+    first.add_callback(StopAfter(9))
+    with pytest.raises(StopError):
+        first.train()
+    resumed = trainer("killed")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+    assert logged(whole) == logged(resumed)
+
+
 def test_evaluations_leave_nothing_in_the_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1)
     trainer.train()
