@@ -38,7 +38,7 @@ _EMPTY = {fingerprint(kind()) for kind in (list, dict, set, deque)}
 _SCALARS = (bool, int, float, str, type(None))  # None also for what there is not yet
 _NUMBERS = (bool, int, float, type(None))
 _FOLLOWED_VALUES = (*_NUMBERS, np.generic, list, torch.Tensor)
-_A_NUMBER = 16  # bytes
+_HELD = 1 << 20  # bytes
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (np.ndarray, np.generic)
 # what these set is set once in a run
@@ -133,7 +133,7 @@ class UsersObjects(Live):
                 before[place] = (holder, value, len(value))
             elif kind in _NUMBERS:
                 before[place] = (holder, value, 0)
-            elif kind is torch.Tensor and _is_number(value):
+            elif kind is torch.Tensor and _is_held(value):
                 before[place] = (holder, value.detach(), value._version)
             elif isinstance(value, np.generic):
                 before[place] = (holder, value, 0)
@@ -369,10 +369,9 @@ def _as_before(found: Found, before: Before | None) -> Any:
     return value[:changes] if value is found.value and len(value) >= changes else _UNKNOWN
 
 
-def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one number: a reference to a large one, of which it may be a part, would take memory."""
-    is_one = tensor.numel() == 1 and tensor.layout == torch.strided
-    return is_one and tensor.untyped_storage().nbytes() <= _A_NUMBER
+def _is_held(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small: a reference to a large one, of which it may be a part, would take memory."""
+    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() <= _HELD
 
 
 def _lacks(owner: Any, name: str) -> bool:

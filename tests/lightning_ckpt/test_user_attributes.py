@@ -490,6 +490,7 @@ class Interrupted(SetsBackAtTheEnd):
     def __init__(self) -> None:
         super().__init__()
         self.in_step = 0
+        self.carried: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = Model.training_step(self, batch, batch_idx)
@@ -499,7 +500,8 @@ class Interrupted(SetsBackAtTheEnd):
         self.on_device = self.on_device + loss.detach()
         self.meters["loss"].add(loss.item())
         self.last = getattr(self, "last", np.float32(0)) + np.float32(1)
-        return loss * self.in_step * float(self.last)
+        self.carried = torch.stack([loss.detach(), loss.detach()]) + (0 if self.carried is None else self.carried)
+        return loss * self.in_step * float(self.last) * self.carried.sum()
 
     def on_train_epoch_end(self) -> None:
         Model.on_train_epoch_end(self)
@@ -510,6 +512,7 @@ class Interrupted(SetsBackAtTheEnd):
     def set_back(self) -> None:
         super().set_back()
         self.in_step = 0
+        self.carried = None
 
 
 class CollectsByLabel(Callback):
