@@ -363,8 +363,8 @@ class ResumableCallback(TrainerCallback):
 
     def _prepare_what_evaluates(self) -> None:
         """Make the loaders that the Trainer keeps to evaluate with: one made after the load begins with new workers."""
-        data = self._trainer.eval_dataset
-        if self._trainer.args.dataloader_persistent_workers and data is not None:
+        data, args = self._trainer.eval_dataset, self._trainer.args
+        if args.dataloader_persistent_workers and args.eval_strategy != "no" and data is not None:
             for name in data if isinstance(data, dict) else (None,):
                 self._trainer.get_eval_dataloader(name)
 
