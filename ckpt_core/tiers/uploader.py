@@ -96,8 +96,14 @@ class Uploader:
     def close(self) -> None:
         """Wait for everything, and say so if that means to wait for uploads. It may be used again.
 
-        What a store that has failed for minutes does not take is left to the next run.
+        The newest goes next: whoever ends the run may not let the others end. What a store that has failed for minutes
+        does not take is left to the next run.
         """
+        with self._lock:
+            waiting = [job.path for job in self.queue.waiting() if job.is_pending]
+            if len(waiting) > 1:
+                self.queue.cancel(waiting[-1])
+                self._submit(self._upload_of(waiting[-1]), place="next")
         if not self.queue.wait(timeout=_SECONDS_WITHOUT_A_WORD):
             names = ", ".join(map(os.path.basename, self.queue.pending))
             logger.warning("waiting for uploads to %s: %s", self._tiers.upload_to, names)

@@ -209,6 +209,7 @@ def test_a_store_that_hangs_holds_up_no_save(setting: Setting, gate: threading.E
     assert setting.names_there() == []
     assert run.is_busy
     gate.set()
+    until(lambda: not run.is_busy)
     run.close()
     assert not run.is_busy
     assert setting.uploaded() == ["0", "1", "2"], "in the order of the commits"
@@ -217,6 +218,22 @@ def test_a_store_that_hangs_holds_up_no_save(setting: Setting, gate: threading.E
     uploaded = [event for event in setting.events if isinstance(event, CheckpointUploaded)]
     assert [event.path for event in committed] == [setting.here(step) for step in range(3)]
     assert [event.target for event in uploaded] == [setting.there(step) for step in range(3)]
+
+
+def test_at_the_end_the_newest_is_uploaded_next(setting: Setting, gate: threading.Event) -> None:
+    setting.store(Fault("write_at", number=1, until=gate))
+    run = setting.run()
+    for step in range(4):
+        setting.layout.save(run, setting.here(step), step)
+    run.remove(setting.here(1))
+    run.wait()
+    closing = threading.Thread(target=run.close)
+    closing.start()
+    until(lambda: run._uploader.queue.pending[1] == setting.here(3))
+    gate.set()
+    closing.join()
+    assert setting.uploaded() == ["0", "3", "2"]
+    assert setting.names_there() == ["0", "2", "3"]
 
 
 def test_closing_says_what_it_waits_for(
@@ -336,7 +353,7 @@ def test_closing_leaves_what_a_store_that_is_down_for_long_does_not_take(
     setting.storage.has_given_up = True
     closing = threading.Thread(target=run.close)
     closing.start()
-    names = ", ".join(os.path.basename(setting.here(step)) for step in (2, 3))
+    names = ", ".join(os.path.basename(setting.here(step)) for step in (3, 2))
     until(lambda: f"the next run uploads {names}" in caplog.text)
     gate.set()
     closing.join()

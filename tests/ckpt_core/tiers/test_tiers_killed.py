@@ -47,10 +47,12 @@ state = {"w": torch.full((12 * 2**20,), float(value))}
 if layout == "file":
     run = Checkpointer(tiers=tiers)
     run.save({"w": torch.zeros(10)}, f"{local}/0.ckpt")
+    run.close()  # at the end, the newest would be first
     run.save(state, f"{local}/1.ckpt")
 else:
     run = DirectoryCheckpointer(tiers=tiers)
     run.save([Part("model", {"w": torch.zeros(10)}, Kind.REPLICATED)], f"{local}/0")
+    run.close()
     run.save([Part("model", state, Kind.REPLICATED)], f"{local}/1")
 run.close()
 """
