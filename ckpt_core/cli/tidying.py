@@ -14,6 +14,7 @@ from ckpt_core.cli.finding import find, refuse_checkpoint, state_of
 from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
 from ckpt_core.cli.output import complain, count, fail, print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import is_remote, local_path
@@ -25,6 +26,7 @@ from ckpt_core.storage.local import unfinished
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
 
+_NEWEST = "newest"
 _RULES = "latest=3, best=val_loss, best=acc:max:2, every_steps=1000, every_hours=6, at_steps=1000+5000"
 
 
@@ -96,6 +98,8 @@ class _Decision:
 
 
 def _prune(options: Options) -> int:
+    from ckpt_core._pipeline import loading
+
     if not options.keep:
         said = "say what to keep, such as --keep latest=3; what killed processes have left is deleted by ckpt clean"
         return fail(options, f"{said} {options.directory}", Exit.USAGE, said_by="ckpt prune")
@@ -126,6 +130,15 @@ def _prune(options: Options) -> int:
         print(f"{would} {len(surplus)} of {count(len(decisions), 'checkpoint')}, which frees {size_in_words(freed)}")
     is_sure = not surplus or options.dry_run or options.yes or agreed(options)
     is_done = is_sure and not options.dry_run
+    if is_done and surplus:
+        newest = next(decision.info for decision in decisions if _NEWEST in decision.reasons)
+        try:  # what is to be resumed from may be damaged where its manifest is not
+            with progress(options, "verify", newest.size):
+                loading.verify(newest.path, storage_options=options.storage_options)
+        except CheckpointError as error:
+            complain(error)
+            said = "nothing was deleted, because the newest checkpoint does not verify: move it away first"
+            return fail(options, said, Exit.FAILED, said_by="ckpt prune")
     if is_done:
         for info in surplus:
             if is_pinned(info.path, storage_for(info.path, options.storage_options)):
@@ -180,7 +193,7 @@ def _decide(
     for candidate, (_, same) in zip(saved, oldest_first, strict=True):
         why = [name for name, policy in rules if _keeps(policy, saved, candidate)]
         if candidate is saved[-1]:
-            why.insert(0, "newest")
+            why.insert(0, _NEWEST)
         why += [pinned(note) for note in (told[info.path].note for info in same) if note is not None]
         for info in same:
             reasons[info.path] = why

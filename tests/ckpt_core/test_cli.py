@@ -1021,6 +1021,21 @@ def test_prune_deletes_nothing_where_it_cannot_read_everything(runs: Path, capsy
     assert sorted(os.listdir(runs)) == ["step=1", "step=2", "step=3.ckpt"]
 
 
+def test_prune_deletes_nothing_where_the_newest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        Checkpointer(strategy="sync").save({"step": step, "weight": torch.ones(1000)}, tmp_path / f"{step}.ckpt")
+    content = bytearray((tmp_path / "2.ckpt").read_bytes())
+    content[content.index(torch.ones(2).numpy().tobytes())] ^= 1  # in the tensor, which no look at the manifest sees
+    (tmp_path / "2.ckpt").write_bytes(content)
+    assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes"]) == 1
+    said = capsys.readouterr().err
+    assert f"  file: {tmp_path / '2.ckpt'}\n" in said
+    assert "nothing was deleted, because the newest checkpoint does not verify" in said
+    assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "2.ckpt"]
+    (tmp_path / "2.ckpt").unlink()
+    assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes"]) == 0
+
+
 @needs_users
 def test_clean_names_what_it_may_not_delete(anyones_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = anyones_path / "runs"
