@@ -55,6 +55,7 @@ class Timing:
     first: float  # the stall of the first save alone
     stall: float
     durable: float
+    least: float  # the stall of the fastest repetition, as a limit's
 
 
 class FreshPaths:
@@ -228,8 +229,8 @@ def measure(
     for contender in contenders.values():
         contender.close()
     return {
-        name: Timing(first[name], figure_of(name, (s for s, _ in times)), figure_of(name, (d for _, d in times)))
-        for name, times in found.items()
+        name: Timing(first[name], figure_of(name, stalls), figure_of(name, durables), min(stalls))
+        for name, (stalls, durables) in ((name, tuple(zip(*times, strict=True))) for name, times in found.items())
     }
 
 
