@@ -48,8 +48,11 @@ def _diff(options: Options) -> int:
     try:
         size = sum(size_at(path, options.storage_options) for path in (options.first, options.second))
         with progress(options, "load", size):
-            first, second = _leaves(options.first, options), _leaves(options.second, options)
-        first, second = _named_as_in(second, first), _named_as_in(first, second)
+            (first, is_model), (second, is_other_model) = (
+                _leaves(path, options) for path in (options.first, options.second)
+            )
+        if is_model != is_other_model:
+            first, second = (_named_as_in(second, first), second) if is_model else (first, _named_as_in(first, second))
     except CheckpointError as error:
         return fail(options, error, Exit.USAGE, said_by="ckpt diff")
     found = list(_differences(first, second))
@@ -94,27 +97,36 @@ def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> 
         yield f"  and {len(entries) - most} more of {part} (--all)", ""
 
 
-def _leaves(path: str, options: Options) -> dict[str, Any]:
+def _leaves(path: str, options: Options) -> tuple[dict[str, Any], bool]:
+    """Return the leaves of a checkpoint by key, and whether it is a model alone, as safetensors hold it."""
     from ckpt_core.interchange.converting import beside_parts, load_whole
     from ckpt_core.tree import leaves
 
     found = find(path, options.storage_options)
-    if not found.is_checkpoint and find_foreign(path, options.storage_options) is None:
+    foreign = find_foreign(path, options.storage_options)
+    if not found.is_checkpoint and foreign is None:
         raise no_checkpoint(found, options.storage_options)
     trust = False if options.allow_pickle else None
     state = load_whole(path, weights_only=trust, storage_options=options.storage_options)
     beside = beside_parts(full_path(path), options.storage_options)
-    return dict(leaves({**beside, **state} if beside else state, repeats=True))
+    known = dict(leaves({**beside, **state} if beside else state, repeats=True))
+    is_model = foreign is not None and foreign.state is foreign.model  # and has no names of a program's own
+    return known, is_model and all(name.startswith("model.") for name in known)
 
 
 def _named_as_in(other: Mapping[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """Return a model alone, as safetensors hold it, by its names in the checkpoint that it is compared with."""
-    names = [name.partition(".")[2] for name in model]
-    if {*map(_part, model)} != {"model"} or model.keys() & other.keys():
-        return model
-    prefixes = [known.removesuffix(names[0]) for known in other if known.endswith(f".{names[0]}")]
-    prefix = max(prefixes, key=lambda prefix: sum(prefix + name in other for name in names), default="model.")
-    return {prefix + name: leaf for name, leaf in zip(names, model.values(), strict=True)}
+    """Return a model alone by its names in the checkpoint that it is compared with."""
+    named = {name.partition(".")[2]: leaf for name, leaf in model.items()}
+    first = next(iter(named), "")
+    prefixes = {known.removesuffix(first) for known in other if known.endswith(f".{first}")}
+    there = {prefix: [name for name in named if prefix + name in other] for prefix in sorted(prefixes)}
+    likely = [prefix for prefix in there if len(there[prefix]) == max(map(len, there.values()))]
+
+    def same(prefix: str) -> int:  # a model and its average have the same names
+        return sum(_difference(named[name], other[prefix + name]) is None for name in there[prefix])
+
+    prefix = max(likely, key=same) if len(likely) > 1 else likely[0] if likely else "model."
+    return {prefix + name: leaf for name, leaf in named.items()}
 
 
 def _difference(first: Any, second: Any) -> str | None:

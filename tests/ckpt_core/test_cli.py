@@ -579,6 +579,36 @@ def test_diff_finds_a_model_that_was_exported_alone(
     assert (found["only_second" if turned else "only_first"], found["same"]) == ({"step": "3"}, 1)
 
 
+def test_diff_takes_an_exported_model_for_that_with_most_of_its_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"a.net.w": torch.zeros(2), "ema.w": torch.ones(2), "z.net.w": torch.zeros(2)}
+    Checkpointer(strategy="sync").save({"state_dict": names}, tmp_path / "a.ckpt")
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "ema.safetensors")
+    assert main(["diff", "--json", str(tmp_path / "a.ckpt"), str(tmp_path / "ema.safetensors")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (list(found["only_first"]), found["same"]) == (["state_dict.a.net.w", "state_dict.z.net.w"], 1)
+
+
+def test_diff_renames_nothing_of_two_models_or_of_a_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, state in (
+        ("a", {"model": {"w": torch.ones(2)}}),
+        ("b", {"ema": {"w": torch.ones(2)}}),
+        ("c", {"model": 1}),
+    ):
+        Checkpointer(strategy="sync").save(state, tmp_path / f"{name}.ckpt")
+    for name, key in (("d", "net.w"), ("e", "w")):
+        safetensors.torch.save_file({key: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    for first, second, keys in (
+        ("a.ckpt", "b.ckpt", ["model.w", "ema.w"]),
+        ("b.ckpt", "c.ckpt", ["ema.w", "model"]),
+        ("d.safetensors", "e.safetensors", ["model.net.w", "model.w"]),
+    ):
+        assert main(["diff", "--json", str(tmp_path / first), str(tmp_path / second)]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert [*found["only_first"], *found["only_second"]] == keys
+
+
 @pytest.mark.parametrize(
     "words",
     ["ls .", "inspect a.ckpt", "verify . notes", "diff a.ckpt b.ckpt", "prune . --keep latest=1 -n"],
