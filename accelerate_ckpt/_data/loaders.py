@@ -80,9 +80,10 @@ class LoaderPositions:
         self._unless_evaluated: tuple[str, set[int]] | None = None
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
-        # Whether the script draws nothing until the next epoch, after a save in the last batch's body (True) or later
-        self._is_quiet: dict[bool, bool] = {}
-        self._was_quiet: bool | None = None  # what the checkpoint says of that; None if it does not know
+        # Whether the script has drawn nothing until the next epoch, each time: from a save in the last batch's body on
+        # (True), or from a later one
+        self._quiet: dict[bool, list[bool]] = {True: [], False: []}
+        self._was_quiet: bool | None = None  # what the checkpoint says of that; None if it does not know, or both were
         self._rng_in_body: RngState | None = None  # at the first save in the body of a training's batch
         self.recording: Recording | None = None
         self.before_epoch: Callable[[], None] | None = None
@@ -255,9 +256,15 @@ class LoaderPositions:
         Otherwise say what that run and this one have drawn, as far as that is known to differ.
         """
         rng = self.take_rng()
-        if self._was_quiet or rng is None:
-            return rng
+        if rng is None:
+            return None
         has_drawn = not rng.same_as(RngState.capture())
+        if self._was_quiet and has_drawn:
+            announce_on_main(
+                "random numbers were drawn between load_state and the first batch, and are taken back, because the run "
+                "that saved has never drawn any between two epochs (draw them before load_state)"
+            )
+            return rng
         if self._was_quiet is None and has_drawn:
             announce_on_main(
                 "random numbers were drawn between load_state and the first batch: this resume is exact only if the "
@@ -328,7 +335,8 @@ class LoaderPositions:
         self._between = None
         # other loaders that are trained on are begun by a resume, too
         evaluated = any(not passed.has_trained for passed in between.passed)
-        is_quiet = self._is_quiet[between.in_body] = between.rng.same_as(RngState.capture())
+        is_quiet = between.rng.same_as(RngState.capture())
+        self._quiet[between.in_body].append(is_quiet)
         if not evaluated or is_quiet:
             return
         self._draws_between_epochs = True
@@ -419,12 +427,24 @@ class LoaderPositions:
             "rng": rng.encode(),
             "draws_between_epochs": self._draws_between_epochs and bool(ended),
             "begins_with_evaluation": self._begins_with_evaluation,
-            "is_quiet": self._is_quiet.get(in_body, self._is_quiet.get(True) or None),
+            "is_quiet": self._has_been_quiet(in_body=in_body),
             "in_evaluation": any(evaluates),
             "read_ahead": read_ahead,
             "repeats": repeats,
             "loaders": loaders,
         }
+
+    def _has_been_quiet(self, *, in_body: bool) -> bool | None:
+        """Return whether the script never draws between two epochs, after such a save (True), or always (False).
+
+        None if that is not known. Once is not never: a script may do something in every second epoch.
+        """
+        here = self._quiet[in_body]
+        if not here and not in_body:  # after a later save, there is less to come
+            here = self._quiet[True] if all(self._quiet[True]) else []
+        if all(here):
+            return True if len(here) > 1 else None
+        return None if any(here) else False
 
     def capture_ahead(self) -> dict[int, Any]:
         """Capture, by number of the loader, the generators of before what it has fetched ahead.
@@ -448,7 +468,9 @@ class LoaderPositions:
         }
         found = {**position.capture(as_over=as_over), **history}
         # scripts that prepare a loader for each epoch begin the next one with another
-        found["is_last_pass"] = bool(found["finished"] and found["trained"]) and is_done_with(position.loader)
+        others = 1 + sum(one is position.loader for one in self._accelerator._dataloaders)  # and what looks into it
+        is_over = bool(found["finished"] and found["trained"])
+        found["is_last_pass"] = is_over and is_done_with(position, "loader", others=others)
         return found
 
     def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> bool:

@@ -7,31 +7,45 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate.data_loader import SkipBatchSampler
+from torch.utils import data
+
 from ckpt_core.state.samplers import RecordingSampler
 
+# to ask others for their length may change something
+_COUNTED = (
+    *(data.BatchSampler, data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler),
+    *(data.WeightedRandomSampler, data.DistributedSampler, SkipBatchSampler),
+)
 _passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often each loader was begun
-_iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # what is under way: whose, which pass
+# What is under way, with its loader, the pass, and how many batches that has
+_iterators: weakref.WeakKeyDictionary[Any, tuple[Any, int, float]] = weakref.WeakKeyDictionary()
 
 
 def iterate(original: Any, loader: Any) -> Iterator[Any]:
-    """Do what ``DataLoader.__iter__`` does, and remember the iterator for as long as somebody has it."""
+    """Do what ``DataLoader.__iter__`` does, and remember the iterator for as long as the script has it.
+
+    One with persistent workers is left out: its loader has it, too.
+    """
     iterator: Iterator[Any] = original(loader)
-    is_prepared = any(isinstance(one, RecordingSampler) for one in (loader.batch_sampler, loader.sampler))
-    if hasattr(iterator, "_num_yielded") and not is_prepared:
-        with contextlib.suppress(TypeError):  # of a class without a hash
+    with contextlib.suppress(Exception):  # of a class without a hash, or of a dataset without a length
+        is_prepared = any(isinstance(one, RecordingSampler) for one in (loader.batch_sampler, loader.sampler))
+        if hasattr(iterator, "_num_yielded") and not is_prepared and not loader.persistent_workers:
             _passes[loader] = _passes.get(loader, 0) + 1
-            _iterators[iterator] = weakref.ref(loader), _passes[loader]
+            _iterators[iterator] = loader, _passes[loader], _length(loader)
     return iterator
 
 
 def iterators() -> list[tuple[Any, str, Any]]:
     """Return the iterators that have not come to their end: each, what it is told by, which pass, and how far it is."""
     found: list[tuple[Any, str, Any]] = []
-    for iterator, (reference, number) in list(_iterators.items()):
-        loader = reference()
-        if loader is None:
+    for reference in _iterators.keyrefs():  # a copy: other threads begin loaders meanwhile
+        iterator = reference()
+        known = None if iterator is None else _iterators.get(iterator)
+        if iterator is None or known is None:
             continue
-        if iterator._num_yielded < _length(loader):
+        loader, number, length = known
+        if iterator._num_yielded < length:
             # with what the script itself has left out by Accelerate's ``skip_first_batches``
             done = iterator._num_yielded + getattr(loader.batch_sampler, "skip_batches", 0)
             told_by = f"`iteration {len(found) + 1}` over a DataLoader that was not prepared"
@@ -40,6 +54,6 @@ def iterators() -> list[tuple[Any, str, Any]]:
 
 
 def _length(loader: Any) -> float:
-    with contextlib.suppress(TypeError, NotImplementedError):
-        return float(len(loader))
-    return float("inf")  # a stream
+    samplers = [one for one in (loader.batch_sampler, loader.sampler) if one is not None]
+    is_counted = samplers and all(type(one) in _COUNTED for one in samplers)
+    return float(len(samplers[0])) if is_counted else float("inf")

@@ -29,6 +29,7 @@ _COMPARED_DATA = 64  # values of one object
 _SMALL_ITEMS, _SMALL_BYTES = 1 << 10, 1 << 16
 # what is kept to be faster, and what a library keeps for a state_dict of its own
 _NO_STATE = ("cache", "state_dict")
+_NOT_FILLED = ("scratch", "buf", "tmp", "temp", "workspace")  # perhaps: memory that each process finds otherwise
 _KEPT_ITEMS, _KEPT_BYTES = 1 << 14, 1 << 20
 _FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # each is waited for
 _EXACT = (list, tuple, set, frozenset, dict, deque)
@@ -111,15 +112,16 @@ def is_record(value: Any, depth: int = 4) -> bool:
     return type(value) is int
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (list, tuple)):
-        return len(value) > 0 and all(isinstance(one, (int, float)) or _is_data(one) for one in sample(value))
+        is_deep = depth > 0 and len(value) > 0
+        return is_deep and all(isinstance(one, (int, float)) or _is_data(one, depth - 1) for one in sample(value))
     # of what is on a device the numbers are not looked at
     return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.device.type == "cpu")
 
 
-def _is_no_state(path: str) -> bool:
-    return any(word in path.lower() for word in _NO_STATE)
+def _is_no_state(path: str, *words: str) -> bool:
+    return any(word in path.lower() for word in (*_NO_STATE, *words))
 
 
 class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
@@ -152,7 +154,7 @@ class PlainState:
         # the values themselves are kept, too: a list that was changed in place is the same list
         self._known = {f.path: (fingerprint(f.value), _reference(f.value)) for f in self._found()}
         self._scalars = {f.path: f.value for f in self._found() if type(f.value) in _SCALARS}
-        data = [f.path for f in self._found() if _is_data(f.value) and not _is_no_state(f.path)]
+        data = [f.path for f in self._found() if _is_data(f.value) and not _is_no_state(f.path, *_NOT_FILLED)]
         self._data = {path: self._known[path][0] for path in data[:_COMPARED_DATA]}
 
     def _found(self) -> Iterator[Found]:

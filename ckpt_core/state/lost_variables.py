@@ -184,14 +184,18 @@ class Variables:
         if not self._first:  # it has loaders of its own
             self._look()
         self._trained = True
-        watched, saved = self._watched(), self._saved.get("iterators", {})
-        now = {name: place for _, name, place in watched.iterators} if watched is not None else {}
-        self._loose_first = now | {name: first for name, (_, first) in saved.items()}
-        self._lost = [*(self._lost or ()), *(n for n, (then, first) in saved.items() if now.get(n) == first != then)]
+        self._look_at_iterators()
         if self._lost:
             self._say(self._lost)
         if self._only_logged:
             self._tell(self._only_logged)
+
+    @_harmless
+    def _look_at_iterators(self) -> None:
+        watched, saved = self._watched(), self._saved.get("iterators", {})
+        now = {name: place for _, name, place in watched.iterators} if watched is not None else {}
+        self._loose_first = now | {name: first for name, (_, first) in saved.items()}
+        self._lost = [*(self._lost or ()), *(n for n, (then, first) in saved.items() if now.get(n) == first != then)]
 
     @_harmless
     def ends(self) -> None:
@@ -444,29 +448,40 @@ def _is_set_back(
     )
 
 
-def is_done_with(thing: object) -> bool:
-    """Whether variables of running functions have an object, nothing in them has, and all are set before they are read.
+def is_done_with(holder: object, name: str, *, others: int) -> bool:
+    """Whether nothing may use again what an attribute of ours has, by all that can be seen.
 
-    Of what is where nobody looks, False.
+    So it is where variables of running functions have it, all of which are set before they are read, and nothing else
+    but ``holder``, and as many ``others`` that are known.
     """
-    found = False
-    for frame in _frames(sys._getframe(1)):
-        for name, value in variables_of(frame):
-            if value is thing:
-                found = True
-                if is_live(name, frame):
-                    return False
-            elif any(one is thing for one in _directly_in(value)):
-                return False
-    return found
+    with contextlib.suppress(Exception):  # of variables, whatever they do when they are looked at
+        variables = _variables_with(holder, name)
+        if variables and not any(_is_kept(variable, frame) for variable, frame in variables):
+            return _references(holder, name) <= 1 + others + len(variables)
+    return False
 
 
-def _directly_in(value: Any) -> Collection[Any]:
-    if isinstance(value, CONTAINERS):
-        return value.values() if isinstance(value, dict) else value
-    with contextlib.suppress(Exception):  # of objects of the user's classes
-        return tuple(vars(value).values())
-    return ()
+def _variables_with(holder: object, name: str) -> list[tuple[str, types.FrameType]]:
+    thing, frames = getattr(holder, name), _frames(sys._getframe(2))
+    return [(variable, frame) for frame in frames for variable, value in variables_of(frame) if value is thing]
+
+
+def _is_kept(variable: str, frame: types.FrameType) -> bool:
+    shared = (*frame.f_code.co_cellvars, *frame.f_code.co_freevars)  # with functions that may be called later
+    return variable in shared or is_live(variable, frame)
+
+
+class _Alone:
+    """Has a value that nothing else has."""
+
+    def __init__(self) -> None:
+        self.value = object()
+
+
+def _references(holder: object, name: str) -> int:
+    """Return how many references there are to what an attribute has, without those of this call."""
+    one, of_one = _Alone(), "value"  # read in the same way
+    return sys.getrefcount(getattr(holder, name)) - sys.getrefcount(getattr(one, of_one)) + 1
 
 
 def _sets(method: object, name: str, *, in_place: bool) -> bool:

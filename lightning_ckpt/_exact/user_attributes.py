@@ -370,8 +370,12 @@ def _as_before(found: Found, before: Before | None) -> Any:
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small: a reference to a large one, of which it may be a part, would take memory."""
-    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() <= _HELD
+    """Whether a tensor is small: a reference to a large one, of which it may be a part, would take memory.
+
+    One of the inference mode has no version that tells whether it was changed.
+    """
+    is_plain = tensor.layout == torch.strided and not tensor.is_inference()
+    return is_plain and tensor.untyped_storage().nbytes() <= _HELD
 
 
 def _lacks(owner: Any, name: str) -> bool:

@@ -826,3 +826,17 @@ def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
         if RELEASE < (2, 5, 6):
             pytest.skip("the bar of older releases fails with this release of rich, also without us")
     assert fit(Plain(), STOCK[name](), tmp_path) == []
+
+
+class Features(Model):
+    """Keeps what a frozen part has made of the batch, in inference mode, where tensors have no version."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            self.features = batch[0].detach() * 2
+        return super().loss(batch)
+
+
+def test_a_tensor_of_the_inference_mode_ends_no_training(tmp_path: Path) -> None:
+    expected, found, _ = train_and_resume(Training(Features), tmp_path, MIDDLE)
+    assert found == expected

@@ -759,3 +759,59 @@ def test_where_nothing_is_noted_a_checkpoint_depends_on_no_earlier_start() -> No
             run.begins()
         run.saves()
     assert once.saved == twice.saved == {"values": {}, "between": False, "ends": False}
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def uses_up(others: list[Any], keeps: str = "") -> list[bool]:
+    found, kept = [], {}
+    for number in range(2):
+        holder = Holder(object())
+        value = holder.value
+        if keeps == "a dictionary":
+            kept[number] = value
+        if keeps == "an attribute":
+            holder.other = Holder([(value,)])  # type: ignore[attr-defined]
+        others.append(value)
+        found.append(variables_module.is_done_with(holder, "value", others=1))
+    return found
+
+
+def closes_over(others: list[Any]) -> list[bool]:
+    holder = Holder(object())
+    value = holder.value
+    others += [value, lambda: value]
+    return [variables_module.is_done_with(holder, "value", others=1)]
+
+
+def reads_again(others: list[Any]) -> list[bool]:
+    found: list[bool] = []
+    value, holder = None, Holder(object())
+    for _ in range(2):
+        if value is None:
+            value = holder.value
+            others.append(value)
+        found.append(variables_module.is_done_with(holder, "value", others=1))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("use", "is_done"),
+    [
+        (uses_up, True),
+        (functools.partial(uses_up, keeps="a dictionary"), False),
+        (functools.partial(uses_up, keeps="an attribute"), False),
+        (closes_over, False),
+        (reads_again, False),
+    ],
+)
+def test_a_script_is_done_with_what_only_its_variables_have(
+    use: Callable[[list[Any]], list[bool]], is_done: bool
+) -> None:
+    dead = weakref.proxy(Holder(1))
+    assert {*use([])} == {is_done}
+    with pytest.raises(ReferenceError):
+        str(dead.value)
