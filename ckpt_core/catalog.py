@@ -408,8 +408,12 @@ class Catalog:
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
         if not by_age:
             self.refuse_wrong_directory()
-        if not by_age and not in_memory:
-            self.refuse_remains()
+
+        def in_order(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+            ordered = infos if order is None else order(infos)
+            if not ordered:  # also where only other files are
+                self.refuse_remains()
+            return ordered
 
         def place(info: CheckpointInfo) -> Catalog:
             return self._memory if self._memory is not None and info in in_memory else self
@@ -423,7 +427,7 @@ class Catalog:
                 newest_first([*by_age, *in_memory]) if in_memory else by_age,
                 lambda info: place(info).check(info.path),
                 passed_over=self.passed_over,
-                order=order or list,
+                order=in_order,
                 is_wanted=is_wanted,
                 is_gone=lambda _, error: isinstance(error, CheckpointNotFoundError),
             )
@@ -448,11 +452,14 @@ class Catalog:
         """
         if is_remote(self._saved_in):
             return  # what was never committed has such a name there
-        storage = storage_for(self._saved_in)
-        for path in storage.subdirectories(self._saved_in):
-            if path.endswith(self._suffix) and has_digests(storage.list(path)):
-                reason = CheckpointCorruptedError(f"its {MANIFEST_NAME} is missing", path=path)
-                raise none_verifies(self._saved_in, {path: reason})
+        storage, places = storage_for(self._saved_in), [self._saved_in]
+        for _ in range(self._levels + 1):
+            below = [path for place in places for path in storage.subdirectories(place)]
+            for path in below:
+                if path.endswith(self._suffix) and has_digests(storage.list(path)):
+                    reason = CheckpointCorruptedError(f"its {MANIFEST_NAME} is missing", path=path)
+                    raise none_verifies(self._saved_in, {path: reason})
+            places = [path for path in below if not os.path.basename(path).startswith(".")]
 
     def refuse_unwritable(self) -> None:
         """Refuse a directory in which a run could not save. Later starts do without the place of the uploads.

@@ -19,6 +19,7 @@ import torch
 from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part, commit_time
 from ckpt_core.catalog import CheckpointInfo, newest_first
 from ckpt_core.cli import main
+from ckpt_core.resume import newest_to_resume
 from ckpt_core.storage import FileReader, LocalStorage
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -457,7 +458,19 @@ def test_a_directory_that_has_lost_its_manifest_is_no_first_start(tmp_path: Path
     with pytest.raises(CheckpointCorruptedError, match=r"such as epoch=0\.ckpt: its manifest\.json is missing"):
         Catalog(tmp_path).newest_verified()
     assert Catalog(tmp_path, suffix=".other").newest_verified() is None
+    (tmp_path / "train.log").touch()
+    with pytest.raises(CheckpointCorruptedError, match=r"such as epoch=0\.ckpt: its manifest\.json is missing"):
+        newest_to_resume(tmp_path)
+    assert main(["latest", str(tmp_path)]) == 1
     save(tmp_path / "epoch=1.ckpt", 1)
     found = Catalog(tmp_path).newest_verified()
     assert found is not None
     assert found.name == "epoch=1.ckpt"
+
+
+def test_one_that_has_lost_its_manifest_is_found_as_deep_as_checkpoints_are(tmp_path: Path) -> None:
+    save(tmp_path / "s" / "0.ckpt", 0, "directory")
+    (tmp_path / "s" / "0.ckpt" / "manifest.json").unlink()
+    assert Catalog(tmp_path).newest_verified() is None
+    with pytest.raises(CheckpointCorruptedError, match=r"0\.ckpt: its manifest\.json is missing"):
+        Catalog(tmp_path, levels=1).newest_verified()
