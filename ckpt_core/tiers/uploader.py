@@ -102,8 +102,9 @@ class Uploader:
         with self._lock:
             waiting = [job.path for job in self.queue.waiting() if job.is_pending]
             if len(waiting) > 1:
-                self.queue.cancel(waiting[-1])
-                self._submit(self._upload_of(waiting[-1]), place="next")
+                newest = max(reversed(waiting), key=_committed)  # one that was saved again has kept its place
+                self.queue.cancel(newest)
+                self._submit(self._upload_of(newest), place="next")
         if not self.queue.wait(timeout=_SECONDS_WITHOUT_A_WORD):
             names = ", ".join(map(os.path.basename, self.queue.pending))
             logger.warning("waiting for uploads to %s: %s", self._tiers.upload_to, names)
@@ -187,3 +188,8 @@ class Uploader:
             logger.info(
                 "uploading what an earlier run has left in %s: %s", directory, ", ".join(map(os.path.basename, left))
             )
+
+
+def _committed(path: str) -> float:
+    identity = identity_of(path)
+    return 0.0 if identity is None else identity.committed

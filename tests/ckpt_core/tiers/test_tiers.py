@@ -236,6 +236,21 @@ def test_at_the_end_the_newest_is_uploaded_next(setting: Setting, gate: threadin
     assert setting.names_there() == ["0", "2", "3"]
 
 
+def test_at_the_end_the_newest_is_one_that_was_saved_again(setting: Setting, gate: threading.Event) -> None:
+    setting.store(Fault("write_at", number=1, until=gate))
+    run = setting.run()
+    for step, name in enumerate(["0", "1", "last", "2", "last"]):
+        setting.layout.save(run, setting.here(name), step)
+    run.wait()
+    closing = threading.Thread(target=run.close)
+    closing.start()
+    until(lambda: run._uploader.queue.pending[1] == setting.here("last"))
+    gate.set()
+    closing.join()
+    assert setting.uploaded() == ["0", "last", "1", "2"]
+    assert setting.value_there("last") == 4
+
+
 def test_closing_says_what_it_waits_for(
     setting: Setting, gate: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
