@@ -15,7 +15,7 @@ from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
 from ckpt_core.cli.output import complain, count, fail, print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.cli.progress import progress
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import is_remote, local_path
 from ckpt_core.pins import is_pinned, pin, unpin
@@ -131,14 +131,20 @@ def _prune(options: Options) -> int:
     is_sure = not surplus or options.dry_run or options.yes or agreed(options)
     is_done = is_sure and not options.dry_run
     if is_done and surplus:
-        newest = next(decision.info for decision in decisions if _NEWEST in decision.reasons)
-        try:  # what is to be resumed from may be damaged where its manifest is not
-            with progress(options, "verify", newest.size):
-                loading.verify(newest.path, storage_options=options.storage_options)
-        except CheckpointError as error:
-            complain(error)
-            said = "nothing was deleted, because the newest checkpoint does not verify: move it away first"
-            return fail(options, said, Exit.FAILED, said_by="ckpt prune")
+        problem = ""
+        for newest in [decision.info for decision in decisions if _NEWEST in decision.reasons]:  # and its copies
+            try:  # what is to be resumed from may be damaged where its manifest is not
+                with progress(options, "verify", newest.size):
+                    loading.verify(newest.path, storage_options=options.storage_options)
+                break
+            except CheckpointError as error:
+                complain(error)
+                why = "could not be read: run the command again"
+                if isinstance(error, CheckpointCorruptedError):
+                    why = "does not verify: move it away first"
+                problem = f"the newest checkpoint {newest.path} {why}"
+        else:
+            return fail(options, f"nothing was deleted, because {problem}", Exit.FAILED, said_by="ckpt prune")
     if is_done:
         for info in surplus:
             if is_pinned(info.path, storage_for(info.path, options.storage_options)):

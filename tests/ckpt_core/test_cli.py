@@ -22,8 +22,18 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, __version__
+from ckpt_core import (
+    CheckpointCorruptedError,
+    Checkpointer,
+    DirectoryCheckpointer,
+    Kind,
+    Part,
+    StorageError,
+    __version__,
+    verify,
+)
 from ckpt_core._layouts.torch_file.manifest import FORMAT_VERSION
+from ckpt_core._pipeline import loading
 from ckpt_core.cli import inspecting, listing, main
 from ckpt_core.cli.parser import parse
 from ckpt_core.events import size_in_words
@@ -1060,10 +1070,42 @@ def test_prune_deletes_nothing_where_the_newest_is_damaged(tmp_path: Path, capsy
     assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes"]) == 1
     said = capsys.readouterr().err
     assert f"  file: {tmp_path / '2.ckpt'}\n" in said
-    assert "nothing was deleted, because the newest checkpoint does not verify" in said
+    assert f"because the newest checkpoint {tmp_path / '2.ckpt'} does not verify: move it away first" in said
+    assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes", "--json"]) == 1
+    assert str(tmp_path / "2.ckpt") in json.loads(capsys.readouterr().out)["error"]["message"]
     assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "2.ckpt"]
     (tmp_path / "2.ckpt").unlink()
     assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes"]) == 0
+
+
+@pytest.mark.parametrize("damaged", ["2.ckpt", "last.ckpt"])
+def test_prune_deletes_where_a_copy_of_the_newest_is_intact(damaged: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        Checkpointer(strategy="sync").save({"step": step, "weight": torch.ones(1000)}, tmp_path / f"{step}.ckpt")
+    shutil.copy(tmp_path / "2.ckpt", tmp_path / "last.ckpt")
+    content = (tmp_path / damaged).read_bytes()
+    (tmp_path / damaged).write_bytes(content.replace(torch.ones(2).numpy().tobytes(), bytes(8), 1))
+    with pytest.raises(CheckpointCorruptedError):
+        verify(tmp_path / damaged)
+    assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes"]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["2.ckpt", "last.ckpt"]
+
+
+def test_prune_calls_nothing_damaged_that_could_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        Checkpointer(strategy="sync").save({"step": step}, tmp_path / f"{step}.ckpt")
+
+    def fail(path: str, **_: Any) -> None:
+        raise StorageError("the network is away", path=path)
+
+    monkeypatch.setattr(loading, "verify", fail)
+    assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes"]) == 1
+    newest = tmp_path / "2.ckpt"
+    said = f"nothing was deleted, because the newest checkpoint {newest} could not be read: run the command again"
+    assert said in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "2.ckpt"]
 
 
 @needs_users
