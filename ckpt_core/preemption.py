@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -44,8 +44,8 @@ class Preemption:
 
     Args:
         signals: Names of signals. Handlers that the program has already installed are called, too.
-        deadline: Seconds from now, whatever becomes of the clock, or a time (without a zone: local time), also as text
-            (``"2026-11-22T04:00"``). Allow for a step and a save.
+        deadline: Seconds from now, whatever becomes of the clock (but a copy goes by it until it is watched), or a
+            time (without a zone: local time), also as text (``"2026-11-22T04:00"``). Allow for a step and a save.
         notice: The path of a file that will appear, or a function without arguments that returns whether to end, called
             on a thread. One rank is enough for either. If the function raises, that is logged the first time, and it is
             called again.
@@ -64,14 +64,19 @@ class Preemption:
     notice: StrPath | Callable[[], bool] | None = None
     look_every: float = 1.0
     ends_at: float | None = field(init=False, default=None)
+    _ends_at_monotonic: float | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if name != "ends_at"}
-        check_preemption(given)
+        check_preemption({each.name: getattr(self, each.name) for each in fields(self) if each.init})
         object.__setattr__(self, "signals", check_signals(self.signals))
         object.__setattr__(self, "ends_at", check_deadline(self.deadline))
+        if self.ends_at is not None and _is_number(self.deadline):
+            object.__setattr__(self, "_ends_at_monotonic", time.monotonic() + (self.ends_at - time.time()))
         if self.ends_at is not None and self.ends_at <= time.time():
             logger.warning("the deadline %s is over: this run saves after its first step, and ends", self.deadline)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_ends_at_monotonic": None}  # another machine has another such clock
 
     @classmethod
     def of(cls, value: Any) -> Preemption | None:
@@ -123,7 +128,9 @@ class Notices:
         self._preemption, self._ask = preemption, ask
         # Clocks are set, and the seconds that a scheduler leaves a run are the same
         self._clock = time.monotonic if _is_number(preemption.deadline) else time.time
-        self._ends_at = None if preemption.ends_at is None else self._clock() + (preemption.ends_at - time.time())
+        self._ends_at = preemption._ends_at_monotonic
+        if self._ends_at is None and preemption.ends_at is not None:
+            self._ends_at = self._clock() + (preemption.ends_at - time.time())
         self._closed = Latch()
         self._has_failed = False
         for has_come, reason, is_set in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -88,9 +89,24 @@ def test_a_notice_comes_once(tmp_path: Path) -> None:
 
 def test_seconds_are_counted_though_the_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     came: queue.Queue[str] = queue.Queue()
-    notices = Notices(Preemption(deadline=1, look_every=0.01), came.put)
+    preemption = Preemption(deadline=1, look_every=0.01)
+    watches = [Notices(preemption, came.put)]
     set_back = SimpleNamespace(time=lambda: time.time() - 3600, monotonic=time.monotonic)
     monkeypatch.setattr("ckpt_core.preemption.time", set_back)
+    watches.append(Notices(preemption, came.put))
+    assert [came.get(timeout=SECONDS) for _ in watches] == ["its deadline"] * 2
+    for watch in watches:
+        watch.close()
+
+
+def test_a_copy_of_a_deadline_counts_by_the_clock_until_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: queue.Queue[str] = queue.Queue()
+    preemption = Preemption(deadline=3600, look_every=0.01)
+    copied = pickle.loads(pickle.dumps(preemption))
+    assert copied == preemption
+    rebooted = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=lambda: time.monotonic() - 1e6)
+    monkeypatch.setattr("ckpt_core.preemption.time", rebooted)
+    notices = Notices(copied, came.put)
     assert came.get(timeout=SECONDS) == "its deadline"
     notices.close()
 
