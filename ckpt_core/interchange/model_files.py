@@ -306,8 +306,9 @@ def _tensors_in(storage: Storage, origin: str, name: str = _NAME) -> Iterator[tu
 def refuse_unfinished(path: str, storage: Storage) -> None:
     """Refuse a directory of ours without its manifest, whose files would pass for a model's."""
     if not path.endswith(".safetensors") and any(_OURS.fullmatch(os.path.basename(f.path)) for f in storage.list(path)):
+        happened = "the save was cut off" if is_remote(path) else "it was copied in part"
         raise CheckpointCorruptedError(
-            f"it has no {MANIFEST_NAME}, which is written last: the save was cut off, or somebody has deleted it",
+            f"it has no {MANIFEST_NAME}, which is written last: {happened}, or somebody has deleted it",
             path=path,
             remedy="take an older checkpoint: ckpt latest of the directory in which it is",
         )
