@@ -39,8 +39,8 @@ class PreemptionWatch:
         except ValueError as error:
             raise OptionError(f"preempt: {error}") from None
         self.signals = tuple(preemption.signals)  # names of the signals that count
-        silent = copy.copy(preemption)  # its seconds count from when it was made, and not from now
-        object.__setattr__(silent, "signals", ())
+        silent = copy.copy(preemption)
+        vars(silent).update(vars(preemption) | {"signals": ()})  # its seconds count from when that was made
         self._watch = EndWatch(silent, ranks, is_rank_gone)
         self._notes: SignalNotes | None = None
         # Whether somebody else knows better than the loaders where a step ends, and asks `due`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,11 +474,13 @@ def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Pa
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_seconds_of_a_deadline_count_from_when_it_was_given() -> None:
+def test_seconds_of_a_deadline_count_from_when_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     preemption = Preemption(deadline=3600)
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 7200)  # the clock is set
     watch = PreemptionWatch(preemption, RankGroup.alone(), lambda: False)
     watch.close()
     assert watch._watch._notices._preemption.ends_at == preemption.ends_at
+    assert not watch._watch._notices._is_over()
 
 
 @pytest.mark.parametrize(
