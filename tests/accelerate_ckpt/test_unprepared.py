@@ -22,7 +22,8 @@ class Stream(IterableDataset[Any]):
 
 
 def begin(loader: DataLoader[Any]) -> Iterator[Any]:
-    return unprepared.iterate(DataLoader.__iter__, loader)
+    # not by `__iter__`, which an attached Accelerator of another test has wrapped
+    return unprepared.iterate(lambda loader: loader._get_iterator(), loader)
 
 
 @pytest.mark.parametrize(
