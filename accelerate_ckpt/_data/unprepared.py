@@ -10,6 +10,7 @@ from typing import Any
 from accelerate.data_loader import SkipBatchSampler
 from torch.utils import data
 
+from accelerate_ckpt._private.data import handed_out
 from ckpt_core.state.samplers import RecordingSampler
 
 # to ask others for their length may change something
@@ -30,7 +31,7 @@ def iterate(original: Any, loader: Any) -> Iterator[Any]:
     iterator: Iterator[Any] = original(loader)
     with contextlib.suppress(Exception):  # of a class without a hash, or of a dataset without a length
         is_prepared = any(isinstance(one, RecordingSampler) for one in (loader.batch_sampler, loader.sampler))
-        if hasattr(iterator, "_num_yielded") and not is_prepared and not loader.persistent_workers:
+        if handed_out(iterator) is not None and not is_prepared and not loader.persistent_workers:
             _passes[loader] = _passes.get(loader, 0) + 1
             _iterators[iterator] = loader, _passes[loader], _length(loader)
     return iterator
@@ -45,9 +46,10 @@ def iterators() -> list[tuple[Any, str, Any]]:
         if iterator is None or known is None:
             continue
         loader, number, length = known
-        if iterator._num_yielded < length:
+        batches = handed_out(iterator)
+        if batches is not None and batches < length:
             # with what the script itself has left out by Accelerate's ``skip_first_batches``
-            done = iterator._num_yielded + getattr(loader.batch_sampler, "skip_batches", 0)
+            done = batches + getattr(loader.batch_sampler, "skip_batches", 0)
             told_by = f"`iteration {len(found) + 1}` over a DataLoader that was not prepared"
             found.append((iterator, told_by, [number, done]))
     return found

@@ -284,7 +284,7 @@ class _Outbound(Connection):
 
     def __init__(self, name: str, address: str, transport: SocketTransport) -> None:
         self.name = name
-        self.lost = False
+        self._why_lost: Exception | None = None
         self._address = address
         self._transport = transport
         self._queue: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
@@ -295,6 +295,10 @@ class _Outbound(Connection):
         self._dropped = threading.Event()
         self._silent_seconds = 0.0
 
+    @property
+    def lost(self) -> bool:
+        return self._why_lost is not None
+
     def expect(self) -> tuple[int, Future[Frame]]:
         future: Future[Frame] = Future()
         number = next(self._numbers)
@@ -303,8 +307,8 @@ class _Outbound(Connection):
         return number, future
 
     def put(self, data: bytearray) -> None:
-        if self.lost:
-            raise PeerLostError(f"{self.name} at {self._address} is gone")
+        if self._why_lost is not None:  # perhaps it was never reached, and nobody has waited for an answer yet
+            raise self._lost_by(self._why_lost)
         self._queue.put(data)
 
     def write(self) -> None:
@@ -360,18 +364,26 @@ class _Outbound(Connection):
 
     def _fail(self, cause: Exception) -> None:
         with self._lock:
-            first, self.lost = not self.lost, True
+            first = self._why_lost is None
+            self._why_lost = self._why_lost or cause
             expected, self._expected = self._expected, {}
         self._queue.put(None)
         if self._is_open:
             with contextlib.suppress(OSError):  # the other of the two threads may be waiting for it
                 self.socket.shutdown(socket.SHUT_RDWR)
-        why, remedy = (cause.message, cause.remedy) if isinstance(cause, CheckpointError) else (str(cause), None)
         for future in expected.values():
-            error = PeerLostError(f"{self.name} at {self._address} is gone: {why}", remedy=remedy)
-            error.__cause__ = cause
-            future.set_exception(error)
+            future.set_exception(self._lost_by(cause))
         if first and not self._dropped.is_set():
             log = logger.debug if isinstance(cause, ConnectionError) else logger.warning
-            log("%s has lost %s at %s: %s", self._transport.name, self.name, self._address, why)
+            log("%s has lost %s at %s: %s", self._transport.name, self.name, self._address, _reason(cause))
             self._transport.report_lost(Peer(self.name, ""))
+
+    def _lost_by(self, cause: Exception) -> PeerLostError:
+        remedy = cause.remedy if isinstance(cause, CheckpointError) else None
+        error = PeerLostError(f"{self.name} at {self._address} is gone: {_reason(cause)}", remedy=remedy)
+        error.__cause__ = cause
+        return error
+
+
+def _reason(cause: Exception) -> str:
+    return cause.message if isinstance(cause, CheckpointError) else str(cause)

@@ -205,6 +205,18 @@ def test_another_secret_is_refused_at_once_and_explained(start: Callable[..., So
     assert "CKPT_SECRET_FILE" in str(caught.value)
 
 
+def test_who_asks_after_a_refusal_hears_the_reason_too(start: Callable[..., SocketTransport]) -> None:
+    one, two = start("one"), start("two", secret=OTHER)
+    two.connect(one.name, one.address)
+    connection = two._to(one.name)
+    ends = time.monotonic() + LIMIT
+    while not connection.lost and time.monotonic() < ends:
+        time.sleep(0.01)
+    with pytest.raises(PeerLostError, match="has another secret than that in secret=") as caught:
+        connection.put(bytearray())
+    assert "CKPT_SECRET_FILE" in str(caught.value)
+
+
 def test_nothing_is_said_to_an_impostor(start: Callable[..., SocketTransport]) -> None:
     one = start("one")
     with socket.create_server(("127.0.0.1", 0)) as impostor:
