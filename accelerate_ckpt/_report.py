@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from ckpt_core import DirectoryCheckpointer
-from ckpt_core.console import beside_bars
 from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted, rank_of_process
 from ckpt_core.options import CheckpointerOptions
+from ckpt_core.process.console import beside_bars
 from ckpt_core.resume import ResumePoint
 
 log = logging.getLogger(__name__)

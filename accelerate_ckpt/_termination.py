@@ -30,9 +30,9 @@ from typing import Any, NoReturn
 
 import ckpt_core
 from accelerate_ckpt._state.session import Session, live_sessions, unfinished_sessions
-from ckpt_core.at_exit import call_before_threads
 from ckpt_core.errors import RankFailedError
-from ckpt_core.signal_thread import ENDING, SignalThread, die_of
+from ckpt_core.process.at_exit import call_before_threads
+from ckpt_core.process.signal_thread import ENDING, SignalThread, die_of
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncChec
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from benchmarks.states import tensor_bytes, tensors_in
-from ckpt_core.threads import run_parallel
+from ckpt_core.process.threads import run_parallel
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from ckpt_core._layouts.directory.leftovers import has_digests, remove_leftovers
 from ckpt_core._pipeline.loading import peek, stamp_of, verify
-from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -35,6 +34,8 @@ from ckpt_core.option_checks import (
 )
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
+from ckpt_core.process.awaited_paths import wait_for_saves
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage import (
     MANIFEST_NAME,
     Storage,
@@ -44,7 +45,6 @@ from ckpt_core.storage import (
     refuse_wrong_directory,
     storage_for,
 )
-from ckpt_core.threads import run_parallel
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
 __all__ = [

@@ -16,7 +16,6 @@ from ckpt_core._pipeline.device_copy import wait_staged
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.save import Pipeline
-from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify, rank_of_process
 from ckpt_core.option_checks import (
@@ -32,6 +31,7 @@ from ckpt_core.option_checks import (
 )
 from ckpt_core.paths import StrPath, full_path
 from ckpt_core.pins import is_pinned
+from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.storage import Storage, is_remote, storage_for
 from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 

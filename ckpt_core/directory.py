@@ -25,9 +25,9 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener
 from ckpt_core.option_checks import check_options, check_seconds, check_switch, instance_of, or_none
 from ckpt_core.paths import StrPath
+from ckpt_core.process.threads import do_through
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
-from ckpt_core.threads import do_through
 from ckpt_core.tiers import DAMAGE, TieredStorage, Tiers
 
 __all__ = ["AddedFiles", "DirectoryCheckpoint", "DirectoryCheckpointer", "Kind", "Part"]

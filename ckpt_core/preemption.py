@@ -21,8 +21,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckpt_core.option_checks import check_deadline, check_options, check_preemption, check_signals
 from ckpt_core.paths import StrPath
+from ckpt_core.process.threads import Latch
 from ckpt_core.ranks import Meeting, RankGroup
-from ckpt_core.threads import Latch
 
 __all__ = ["EXIT_NOTICE", "NOT_SAVED", "End", "EndWatch", "Notices", "Preemption", "SignalNotes", "exit_status"]
 

@@ -35,11 +35,11 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._process_groups import abort_process_groups
+from ckpt_core.process.process_groups import abort_process_groups
+from ckpt_core.process.threads import Latch
 from ckpt_core.recorder import record_path
 from ckpt_core.state.fast_pickle import note_of, read_note
 from ckpt_core.storage import is_remote
-from ckpt_core.threads import Latch
 
 __all__ = [
     "EVERYTHING",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
+from ckpt_core import Checkpointer, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
+from ckpt_core.process import awaited_paths
 from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._bases import CheckpointIOBase
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ckpt_core import Checkpointer
 from ckpt_core.preemption import Notices, Preemption, SignalNotes, exit_status
+from ckpt_core.process.signal_thread import SignalThread, die_of
 from ckpt_core.ranks import Call, Endings, Meeting, connect_store
-from ckpt_core.signal_thread import SignalThread, die_of
 from lightning_ckpt._observers import Observers
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.boundaries import TrainerBoundaries

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckpt_core.console import beside_bars
 from ckpt_core.events import RunSummary, TrainingEnded, TrainingStarted
+from ckpt_core.process.console import beside_bars
 from ckpt_core.resume import ResumePoint
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live

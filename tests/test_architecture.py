@@ -38,14 +38,9 @@ LAYERS = (
     {"_plan"},
     {"storage"},
     {
-        "_process_groups",
         "_devices",
-        "at_exit",
-        "awaited_paths",
         "commit_time",
-        "console",
         "buffers",
-        "threads",
         "geometry",
         "tree",
         "digest",
@@ -53,7 +48,7 @@ LAYERS = (
         "errors",
         "option_checks",
         "paths",
-        "signal_thread",
+        "process",
         "weights_only",
     },
 )

@@ -20,7 +20,7 @@ from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
 from accelerate_ckpt._recording import Fetched
 from accelerate_ckpt._report import announce_on_main
-from ckpt_core.console import counted_aloud
+from ckpt_core.process.console import counted_aloud
 from ckpt_core.recorder import digest_batch
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState

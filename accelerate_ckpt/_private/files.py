@@ -22,8 +22,8 @@ import safetensors
 from accelerate import accelerator as accelerator_module
 
 from accelerate_ckpt._private.replacing import Patches
-from ckpt_core import awaited_paths
 from ckpt_core.errors import CheckpointError
+from ckpt_core.process import awaited_paths
 
 _FUNCTION = "load_custom_state"
 

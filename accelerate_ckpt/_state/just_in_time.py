@@ -17,9 +17,9 @@ from accelerate_ckpt._state.preemption import target_of_run
 from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt._state.save import metadata_of, rank_state
 from accelerate_ckpt._state.session import Session, live_sessions
-from ckpt_core.at_exit import call_after_threads
 from ckpt_core.errors import RankFailedError
 from ckpt_core.paths import is_remote
+from ckpt_core.process.at_exit import call_after_threads
 from ckpt_core.separate import LocalTensor, SeparateSaves, local_tensor
 from ckpt_core.state.kinds import Kind, Part, indexed, saved_buffers
 from ckpt_core.state.rng import RngState

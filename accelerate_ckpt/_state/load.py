@@ -31,7 +31,6 @@ from accelerate_ckpt._state.parts import (
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run, point_of
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
-from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.catalog import Catalog, CheckpointInfo, first_usable, newest_first
 from ckpt_core.directory import DirectoryCheckpoint
 from ckpt_core.errors import (
@@ -42,6 +41,7 @@ from ckpt_core.errors import (
     StorageError,
 )
 from ckpt_core.paths import StrPath, is_remote
+from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients

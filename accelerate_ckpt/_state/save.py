@@ -31,11 +31,11 @@ from accelerate_ckpt._state.parts import (
 from accelerate_ckpt._state.resume import stay_where_it_began
 from accelerate_ckpt._state.retention import remove_unwanted
 from accelerate_ckpt._state.session import Session
-from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from ckpt_core.paths import StrPath, is_remote
+from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.ranks import names_of
 from ckpt_core.small_states import wait_if_small
 from ckpt_core.state.ddp import unsaved_hook_states

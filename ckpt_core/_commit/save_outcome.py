@@ -16,7 +16,7 @@ from ckpt_core._commit.announcement import Announcement, decode_error, encode_er
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
-from ckpt_core.threads import do_through
+from ckpt_core.process.threads import do_through
 
 _GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
 _FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come

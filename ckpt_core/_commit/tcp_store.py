@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ckpt_core.errors import RankFailedError
-from ckpt_core.threads import start
+from ckpt_core.process.threads import start
 
 Answer = TypeVar("Answer")
 

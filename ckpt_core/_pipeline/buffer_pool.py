@@ -13,7 +13,7 @@ from ckpt_core._devices.streams import on_this_device
 from ckpt_core._layouts.image import WINDOW
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.errors import OutOfMemoryError
-from ckpt_core.threads import start
+from ckpt_core.process.threads import start
 
 
 class BufferPool:

@@ -30,7 +30,7 @@ from ckpt_core._devices.streams import Events, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
 from ckpt_core.geometry import merged
-from ckpt_core.threads import Latch, start, wait_through
+from ckpt_core.process.threads import Latch, start, wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.buffers import Move
-from ckpt_core.threads import Latch, run_parallel
+from ckpt_core.process.threads import Latch, run_parallel
 
 HOST_PIECE = 8 * 2**20  # bytes: about half a millisecond, which is what threads may end apart
 _SMALL = 2**16  # bytes: to let go of the GIL for less takes longer than to copy it

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from ckpt_core import at_exit, awaited_paths
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError
-from ckpt_core.threads import Latch, call_in_forked_child, do_through, start, wait_through
+from ckpt_core.process import at_exit, awaited_paths
+from ckpt_core.process.threads import Latch, call_in_forked_child, do_through, start, wait_through
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from ckpt_core._layouts.torch_file.opening import is_archive, read_stamp
 from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.paths import StrPath
+from ckpt_core.process.threads import IO_THREADS, run_parallel
 from ckpt_core.storage import MANIFEST_NAME, Storage, local_path, storage_for
 from ckpt_core.storage.base import is_directory_checkpoint
-from ckpt_core.threads import IO_THREADS, run_parallel
 
 _DEPTH = 1  # a plugin keeps its metadata under a key of its own
 

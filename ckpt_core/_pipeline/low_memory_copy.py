@@ -17,7 +17,7 @@ import torch
 
 from ckpt_core._layouts.image import WINDOW, Image, ImageAbandonedError, Memory
 from ckpt_core.buffers import StagingBuffer
-from ckpt_core.threads import Latch, run_parallel, wait_through
+from ckpt_core.process.threads import Latch, run_parallel, wait_through
 
 
 class _Room(NamedTuple):

@@ -33,7 +33,7 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.preflight import RefusedKeys
-from ckpt_core.threads import Latch, call_in_forked_child, do_through
+from ckpt_core.process.threads import Latch, call_in_forked_child, do_through
 
 logger = logging.getLogger(__name__)
 

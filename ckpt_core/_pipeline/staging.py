@@ -16,7 +16,7 @@ from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
 from ckpt_core._pipeline.low_memory_copy import PassedImage, PassingWindows
 from ckpt_core.buffers import Move, StagingBuffer
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
-from ckpt_core.threads import Latch
+from ckpt_core.process.threads import Latch
 
 
 class TornSnapshotGuard:

@@ -29,8 +29,8 @@ from ckpt_core._pipeline.directory_commit import read_manifest
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.digest import digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
+from ckpt_core.process.threads import IO_THREADS, run_parallel
 from ckpt_core.storage import FileReader, Storage, is_remote
-from ckpt_core.threads import IO_THREADS, run_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from ckpt_core._layouts.image import WINDOW, Image
 from ckpt_core.buffers import ScratchBuffers, StagingBuffer
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import FileWriter, Storage
-from ckpt_core.threads import run_parallel
 
 _BLOCK = 4096
 _WINDOWS_IN_MEMORY = 7  # 112 MiB

@@ -185,8 +185,8 @@ def find(
 
     ``failures`` is that of :func:`find_all`.
     """
-    from ckpt_core.awaited_paths import wait_for_saves
     from ckpt_core.catalog import Catalog
+    from ckpt_core.process.awaited_paths import wait_for_saves
 
     place = local_path(path)
     place = place.rstrip("/") or place

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.pins import note_of_pin
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage import storage_for
-from ckpt_core.threads import run_parallel
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo

@@ -13,7 +13,6 @@ from ckpt_core.cli.output import complain, print_json, print_lines, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.cli.progress import progress
 from ckpt_core.cli.tidying import agreed, delete
-from ckpt_core.console import beside_bars
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -24,6 +23,7 @@ from ckpt_core.errors import (
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import full_path, is_remote, local_path
 from ckpt_core.pins import note_of_pin, pin, unpin
+from ckpt_core.process.console import beside_bars
 from ckpt_core.storage import Storage, refuse_missing_bucket, storage_for
 from ckpt_core.storage.base import ReaderIO, is_directory_checkpoint, transfer
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.torch_file.loading import load_torch_file
-from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.checkpointer import Checkpointer
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError, StateMismatchError
@@ -29,6 +28,7 @@ from ckpt_core.interchange.flat_names import ROOT, is_first_key_of_part
 from ckpt_core.interchange.model_files import holds_model, read_model, refuse_unfinished
 from ckpt_core.interchange.streaming import DiskMemory, scratch_directory
 from ckpt_core.paths import StrPath, full_path
+from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, rest_of_fabric, whole
 from ckpt_core.storage import Storage, storage_for

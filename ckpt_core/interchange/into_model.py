@@ -13,13 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt_core._plan import LocalTensor, local_tensor
-from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate
 from ckpt_core.interchange.converting import load_whole
 from ckpt_core.interchange.model_files import holds_model, model_in, part_of_model
 from ckpt_core.paths import StrPath, full_path
+from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.trainer_parts import buffers_apart
 from ckpt_core.storage import storage_for

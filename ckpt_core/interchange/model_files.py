@@ -26,7 +26,6 @@ from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, 
 from ckpt_core._layouts.torch_file.loading import translated_errors
 from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -41,6 +40,7 @@ from ckpt_core.interchange.flat_names import ROOT
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
 from ckpt_core.interchange.unconnected_save import Chunk, save_alone
 from ckpt_core.paths import StrPath, full_path
+from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.state.trainer_parts import buffers_apart
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 from ckpt_core.storage.base import MANIFEST_NAME, is_directory_checkpoint

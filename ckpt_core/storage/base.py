@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from ckpt_core.errors import CheckpointError, CheckpointFormatError
-from ckpt_core.threads import IO_THREADS
+from ckpt_core.process.threads import IO_THREADS
 
 logger = logging.getLogger(__name__)
 

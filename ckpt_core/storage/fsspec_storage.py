@@ -16,6 +16,7 @@ import fsspec
 import fsspec.asyn
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import (
     MANIFEST_NAME,
     REMOTE_REQUEST_BYTES,
@@ -41,7 +42,6 @@ from ckpt_core.storage.uploads import (
     abandoned_uploads,
     uploads_begun,
 )
-from ckpt_core.threads import run_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
+from ckpt_core.process import at_exit
+from ckpt_core.process.threads import Latch
 from ckpt_core.storage.base import Claim, FileInfo
 from ckpt_core.storage.claims import claim_on
-from ckpt_core.threads import Latch
 
 logger = logging.getLogger(__name__)
 

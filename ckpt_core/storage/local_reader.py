@@ -10,9 +10,9 @@ import stat
 import threading
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.process.threads import IO_THREADS
 from ckpt_core.storage.base import FileReader
 from ckpt_core.storage.failures import storage_error
-from ckpt_core.threads import IO_THREADS
 
 BLOCK = 4096  # bytes: what direct I/O is made of
 _SMALLEST_DIRECT = 256 * 2**10  # bytes: a direct read is not read ahead

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 from ckpt_core._commit.announcement import decode_error, encode_error
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StorageError
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage import FileInfo, FileReader, FileWriter
 from ckpt_core.storage.base import write_from
 from ckpt_core.storage.in_memory import MemoryStorage
-from ckpt_core.threads import run_parallel
 
 _ANSWER_SECONDS = 30
 _COPY_SECONDS = 600  # as long as ranks wait for each other's part of a save

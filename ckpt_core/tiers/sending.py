@@ -14,7 +14,6 @@ from ckpt_core._commit.save_outcome import SaveSeries
 from ckpt_core._layouts.torch_file.opening import read_stamp
 from ckpt_core._pipeline.directory_commit import copy_directory, read_manifest
 from ckpt_core._pipeline.loading import verify
-from ckpt_core.console import Progress
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -22,6 +21,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
+from ckpt_core.process.console import Progress
 from ckpt_core.storage.base import transfer
 from ckpt_core.storage.claims import Claims
 from ckpt_core.storage.counting import counted, counting

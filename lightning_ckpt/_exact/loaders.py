@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from ckpt_core.console import counted_aloud
 from ckpt_core.errors import StateMismatchError
+from ckpt_core.process.console import counted_aloud
 from ckpt_core.state.elastic import EpochShare, RemainingBatches, describe_order
 from ckpt_core.state.loaders import FetchHistory, LoaderMark, LoaderTracker
 from ckpt_core.state.rng import RngState

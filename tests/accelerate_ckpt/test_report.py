@@ -17,8 +17,9 @@ from accelerate.tracking import GeneralTracker
 
 from accelerate_ckpt import CheckpointConfig, _report, attach
 from accelerate_ckpt.config import OptionError
-from ckpt_core import console, small_states
+from ckpt_core import small_states
 from ckpt_core.events import Event, TrainingStarted
+from ckpt_core.process import console
 from ckpt_core.report import interruptions_of, read_events
 from tests.accelerate_ckpt.training import Run
 from tests.support.event_files import scalars_of

@@ -32,8 +32,8 @@ from ckpt_core import (
 )
 from ckpt_core._pipeline import staging
 from ckpt_core._pipeline.host_copy import HostCopy
-from ckpt_core.awaited_paths import waiting_for_nothing
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
+from ckpt_core.process.awaited_paths import waiting_for_nothing
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.states import assert_same_state, states
 

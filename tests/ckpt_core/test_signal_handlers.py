@@ -40,7 +40,7 @@ ACTS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
     "note": ("commit_time.py", lambda *_: note_commit(commit_time() + 1)),
     "clock": ("commit_time.py", lambda *_: seconds_behind()),
     "directory": ("local_directory.py", begin_and_leave),
-    "thread": ("ckpt_core/at_exit.py", save_in_the_background),
+    "thread": ("ckpt_core/process/at_exit.py", save_in_the_background),
 }
 
 
@@ -111,7 +111,7 @@ def test_a_handler_does_what_it_interrupts(name: str, tmp_path: Path) -> None:
         act(made[-1])
         done.append(None)
 
-    for run in at_every_moment(("/threading.py", "ckpt_core/threads.py"), handler, opcodes=False):
+    for run in at_every_moment(("/threading.py", "ckpt_core/process/threads.py"), handler, opcodes=False):
         made.append(make(tmp_path))
         run(lambda: act(made[-1]))
         if isinstance(made[-1], Lease):
@@ -135,7 +135,7 @@ def test_a_handler_waits_with_the_checkpointer_whose_save_it_interrupts(tmp_path
         checkpointer.close()
         saved.append(int(checkpointer.load(tmp_path / "inner")["w"][0]))
 
-    files = ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/threads.py")
+    files = ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/process/threads.py")
     for run in at_every_moment(files, handler, opcodes=False):
         run(lambda: checkpointer.save({"w": torch.ones(3)}, tmp_path / "outer"))
         checkpointer.wait()

@@ -182,7 +182,7 @@ WAITING = """
     import os, pathlib, sys, time
     import torch, torch.distributed as dist
     from torch.distributed import distributed_c10d
-    from ckpt_core._process_groups import abort_process_groups
+    from ckpt_core.process.process_groups import abort_process_groups
 
     if sys.argv[2] == "moved":
         del distributed_c10d._abort_process_group
@@ -212,5 +212,5 @@ def test_a_rank_is_brought_out_of_a_collective(torch_has: str, fork_script: Any,
 def test_torch_has_not_moved_what_brings_ranks_out_of_collectives() -> None:
     from torch.distributed import distributed_c10d
 
-    assert callable(distributed_c10d._abort_process_group), "only the default group is ended: see _process_groups.py"
-    assert isinstance(distributed_c10d._world.pg_map, dict), "gloo: the default group alone: see _process_groups.py"
+    assert callable(distributed_c10d._abort_process_group), "only the default group is ended: see process_groups.py"
+    assert isinstance(distributed_c10d._world.pg_map, dict), "gloo: the default group alone: see process_groups.py"

@@ -23,7 +23,7 @@ from torch.distributed._composable.fsdp import fully_shard
 
 import ckpt_core.checkpointer as checkpointer_module
 import lightning_ckpt
-from ckpt_core import awaited_paths
+from ckpt_core.process import awaited_paths
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
 from tests.support.forking import fork_rank, get_ready, rank_variables

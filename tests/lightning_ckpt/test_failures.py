@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import ckpt_core.checkpointer as checkpointer_module
-from ckpt_core import StorageError, awaited_paths, verify
+from ckpt_core import StorageError, verify
 from ckpt_core.preemption import NOT_SAVED
+from ckpt_core.process import awaited_paths
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from tests.lightning_ckpt.features import needs_save_on_exception
 from tests.lightning_ckpt.reliable_cases import (

@@ -15,7 +15,8 @@ import torch
 
 import ckpt_core.checkpointer as checkpointer_module
 import lightning_ckpt.io as io_module
-from ckpt_core import CheckpointNotFoundError, StorageError, awaited_paths, small_states, verify
+from ckpt_core import CheckpointNotFoundError, StorageError, small_states, verify
+from ckpt_core.process import awaited_paths
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 

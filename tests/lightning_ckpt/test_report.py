@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from ckpt_core import console
 from ckpt_core.events import TrainingStarted
+from ckpt_core.process import console
 from ckpt_core.report import interruptions_of, read_events
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.lightning_ckpt.exact_cases import MemoryLogger

@@ -18,8 +18,8 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, CountingReader, FileReader, Storage
-from ckpt_core.threads import run_parallel
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 # A directory, a file in place of the folder, a pipe or socket, a link that leads to itself.

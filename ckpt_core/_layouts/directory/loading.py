@@ -28,8 +28,8 @@ from ckpt_core._plan import LocalTensor
 from ckpt_core.buffers import buffers_for
 from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, Storage
-from ckpt_core.threads import run_parallel
 
 Opened = TypeVar("Opened", bound="DirectoryReader")
 Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None

@@ -12,8 +12,8 @@ from ckpt_core._devices.streams import on_current_streams
 from ckpt_core._layouts.torch_file.manifest import RecordDigests
 from ckpt_core.buffers import StagingBuffer, buffers_for, copy_late
 from ckpt_core.errors import CheckpointCorruptedError
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import FileReader
-from ckpt_core.threads import run_parallel
 
 _LONGEST_RUN = 8 * 2**20  # bytes that are read together for several pieces
 RESUME_FROM_ANOTHER = "resume from another checkpoint; this one cannot be repaired"

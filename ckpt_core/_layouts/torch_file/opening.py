@@ -31,8 +31,8 @@ from ckpt_core._layouts.torch_file.segments import SegmentIO, Segments
 from ckpt_core.commit_time import Stamp
 from ckpt_core.digest import digest_of_parts, digest_with
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import FileReader, ReaderIO
-from ckpt_core.threads import run_parallel
 
 _LOCAL_HEADER_SIZE = 30
 _UTF8_NAMES = 0x0800

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Checkpointer, awaited_paths, verify
+from ckpt_core import Checkpointer, verify
 from ckpt_core._pipeline.jobs import Job, JobQueue
 from ckpt_core.errors import OutOfMemoryError
+from ckpt_core.process import awaited_paths
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.interrupting import at_every_moment
 
@@ -29,7 +30,7 @@ FILES = {
         "_pipeline/writer.py",
         "_pipeline/file_save.py",
     ),
-    "twice": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/threads.py"),
+    "twice": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/process/threads.py"),
 }
 # Signals are not handled between the last line of a block and the end of its lock, nor at the head of a block, where
 # lines are seen, too. ``do_through`` and its first lines: nothing can be done about a signal there right after another.

@@ -31,7 +31,7 @@ directories.save([Part("model", state, Kind.REPLICATED)], path + "/b")
 
 FORK = """
 import os, sys, threading
-from ckpt_core import at_exit
+from ckpt_core.process import at_exit
 
 over = threading.Event()
 thread = threading.Thread(target=over.wait, args=(50,))

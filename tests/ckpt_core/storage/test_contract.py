@@ -17,8 +17,8 @@ import torch
 
 from ckpt_core import StorageError
 from ckpt_core.buffers import StagingBuffer
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage import Storage, storage_for
-from ckpt_core.threads import run_parallel
 from tests.ckpt_core.storage.test_storage import StorageContract
 from tests.support.servers import Server
 from tests.support.states import tensor_of

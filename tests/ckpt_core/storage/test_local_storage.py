@@ -19,9 +19,9 @@ import torch
 
 from ckpt_core import Catalog, Checkpointer, DirectoryCheckpointer, Kind, Part, StorageError, verify
 from ckpt_core.buffers import StagingBuffer
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, local_reader
 from ckpt_core.storage import local as local_module
-from ckpt_core.threads import run_parallel
 from tests.ckpt_core.storage.test_storage import StorageContract
 from tests.support.closing import closed_to_this_user
 from tests.support.interrupting import at_every_moment

@@ -704,7 +704,7 @@ def test_a_damaged_record_of_uploads_costs_uploads_only(setting: Setting) -> Non
 def test_an_upload_that_takes_long_says_how_far_it_is(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_core.console._SILENT", 0.0)
+    monkeypatch.setattr("ckpt_core.process.console._SILENT", 0.0)
     heard, said, summary = list[Event](), list[str](), RunSummary()
     summary.say = said.append
     tiers = Tiers.of(str(tmp_path / "local"), f"memory://{uuid.uuid4().hex}/run", None)

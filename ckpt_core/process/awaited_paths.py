@@ -29,7 +29,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckpt_core.threads import Latch
+from ckpt_core.process.threads import Latch
 
 # Nothing that is known to hold a lock waits here. If something did, this would end it.
 _LONGEST_WAIT_SECONDS = 600.0

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from ckpt_core import console as console_module
-from ckpt_core.console import beside_bars, counted_aloud
+from ckpt_core.process import console as console_module
+from ckpt_core.process.console import beside_bars, counted_aloud
 
 
 class Terminal(io.StringIO):

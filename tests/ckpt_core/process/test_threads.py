@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt_core.threads import Latch, run_parallel
+from ckpt_core.process.threads import Latch, run_parallel
 from tests.support.interrupting import at_every_moment
 
 
@@ -31,7 +31,7 @@ def test_several_threads_work_at_the_same_time() -> None:
 
 SHORT_OF_MEMORY = """
 import os, resource, threading
-from ckpt_core.threads import run_parallel
+from ckpt_core.process.threads import run_parallel
 
 threading.stack_size(1 << 20)
 nothing = resource.getrlimit(resource.RLIMIT_AS)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from ckpt_core import signal_thread
-from ckpt_core.signal_thread import SignalThread
+from ckpt_core.process import signal_thread
+from ckpt_core.process.signal_thread import SignalThread
 
 
 def test_the_thread_has_ended_when_it_was_closed() -> None:

@@ -217,7 +217,7 @@ def test_programs_without_saves_in_the_background_keep_theirs(fork_script: Any) 
 
 
 def test_it_ends_with_the_save(tmp_path: Path) -> None:
-    from ckpt_core import awaited_paths
+    from ckpt_core.process import awaited_paths
 
     with DirectoryCheckpointer() as checkpointer:
         for number in range(3):
