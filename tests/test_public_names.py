@@ -162,6 +162,7 @@ ALSO_THERE = {
     "ckpt_core.testing": {"assert_resumes_exactly"},
     "ckpt_core.rehearsal": {"CannotRehearseError", "Difference", "Resumed", "Result", "rehearse"},
     "ckpt_core.catalog": {"Catalog", "CheckpointInfo"},
+    "ckpt_core.state.rng": {"RngState"},
     "lightning_ckpt.parameter_server": {"ParameterServerWorker"},
     "accelerate_ckpt.integrations.transformers": {"ResumableCallback"},
     "ckpt_async.consistent_cut": {"CutShard", "CutWorker", "ShardState", "SnapshotCoordinator"},

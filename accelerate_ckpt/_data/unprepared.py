@@ -10,8 +10,7 @@ from typing import Any
 from accelerate.data_loader import SkipBatchSampler
 from torch.utils import data
 
-from accelerate_ckpt._private.data import handed_out
-from ckpt_core.state.samplers import RecordingSampler
+from ckpt_core.state.samplers import RecordingSampler, handed_out
 
 # to ask others for their length may change something
 _COUNTED = (

@@ -72,15 +72,6 @@ def check(accelerator: Any) -> None:
         raise not_as_known(f"it has no {', '.join(missing)}")
 
 
-def handed_out(iterator: Any) -> int | None:
-    """Return how many batches an iterator of a ``DataLoader`` has handed out, which only torch's own counter tells.
-
-    None if a release of torch counts in another way: such an iterator is not followed.
-    """
-    count = getattr(iterator, "_num_yielded", None)
-    return count if isinstance(count, int) else None
-
-
 def not_as_known(what: str) -> CheckpointError:
     """Return the error for a release of Accelerate that is built in another way."""
     return CheckpointError(

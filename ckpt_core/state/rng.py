@@ -52,7 +52,17 @@ def _tensor_to_bytes(tensor: torch.Tensor) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class RngState:
-    """The global random generators of this process at one moment."""
+    """The global random generators of this process at one moment: Python's, NumPy's, torch's, and accelerators'.
+
+    Examples:
+        >>> import random, torch
+        >>> from ckpt_core.state.rng import RngState
+        >>> saved = RngState.capture().encode()  # goes into a checkpoint
+        >>> drawn = random.random(), torch.rand(1)
+        >>> RngState.decode(saved).restore()
+        >>> (random.random(), torch.rand(1)) == drawn
+        True
+    """
 
     python: tuple[Any, ...]  # random.getstate()
     numpy: tuple[Any, ...]  # numpy.random.get_state()
@@ -62,7 +72,11 @@ class RngState:
 
     @classmethod
     def capture(cls) -> RngState:
-        """Read the global generators."""
+        """Read the global generators.
+
+        Raises:
+            SerializationError: NumPy's has been replaced by one of another kind.
+        """
         return cls(random.getstate(), _numpy_state(), torch.get_rng_state(), capture_device_generators())
 
     def restore(self) -> None:
@@ -83,7 +97,7 @@ class RngState:
         return _bytes_to_tensor(struct.pack(f"<{len(python)}I", *python)), _bytes_to_tensor(numpy)
 
     def encode(self) -> dict[str, Any]:
-        """Return the state as tensors, integers and floats."""
+        """Return the state as tensors, integers, floats and texts, which ``weights_only=True`` loads."""
         version, _, gauss = self.python
         name, _, position, has_gauss, cached = self.numpy
         devices = {kind: [[s.clone() for s in states], current] for kind, (states, current) in self.devices.items()}

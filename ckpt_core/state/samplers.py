@@ -59,6 +59,15 @@ def _parts(sampler: object) -> Iterator[tuple[str, object]]:
         path, part = path + "sampler.", child
 
 
+def handed_out(iterator: Any) -> int | None:
+    """Return how many batches an iterator of a ``DataLoader`` has handed out, which only torch's own counter tells.
+
+    None if a release of torch counts in another way: such an iterator is not followed.
+    """
+    count = getattr(iterator, "_num_yielded", None)
+    return count if isinstance(count, int) else None
+
+
 def describe_sampler(sampler: object) -> str:
     """Name a sampler and the samplers inside it, and whether they shuffle."""
     names = []

@@ -45,7 +45,7 @@ from ckpt_core.state.changed_values import fingerprint
 from ckpt_core.state.code_origin import is_library, is_users_file
 from ckpt_core.state.object_walk import is_generator, is_plain, slots_of
 from ckpt_core.state.rng import capture_generator
-from ckpt_core.state.samplers import RecordingSampler
+from ckpt_core.state.samplers import RecordingSampler, handed_out
 from ckpt_core.state.variable_use import CELL, CONTAINERS, is_live, mark
 
 NUMBERS = (bool, int, float, type(None))
@@ -299,9 +299,9 @@ def _position_in(value: Any) -> Any:
         return operator.length_hint(value)
     if isinstance(value, itertools.count):
         return repr(value)
-    if type(value).__module__.startswith(("torch.utils.data", "torchdata")) and hasattr(value, "_num_yielded"):
+    if type(value).__module__.startswith(("torch.utils.data", "torchdata")):
         is_followed = isinstance(getattr(value, "_index_sampler", None), RecordingSampler)
-        return None if is_followed else value._num_yielded
+        return None if is_followed else handed_out(value)
     if isinstance(value, _ITERATORS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
