@@ -14,14 +14,14 @@ import fcntl
 import os
 import stat
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.option_checks import check_options, check_switch
 from ckpt_core.storage import local_directory, permissions
 from ckpt_core.storage.base import MANIFEST_NAME, Claim, FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.claims import DirectoryLock
 from ckpt_core.storage.failures import existing_directory, storage_error
 from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
@@ -49,7 +49,7 @@ class LocalFileWriter(FileWriter):
             _make_directories(self._directory)
             _refuse_special(path)
             self._open()
-            while not _claim(self._descriptor):
+            while not _lock(self._descriptor):
                 self._close()
                 self._open()
             _reserve(self._descriptor, expected_size)
@@ -435,7 +435,7 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
         raise storage_error("list", directory, error) from error
 
 
-def _claim(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
     """Lock an unfinished file until this process closes it or dies: it tells the orphan of a dead process from work.
 
     False if another process took it for an orphan before it was locked, and has deleted it.
@@ -456,68 +456,6 @@ def unfinished(directory: str) -> list[str]:
             return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(SUFFIX)]
     except OSError:
         return []
-
-
-class DirectoryLock(Claim):
-    """An exclusive ``flock`` on the directory's own descriptor: no file shows it, a killed process leaves none behind.
-
-    Where the filesystem cannot lock a directory there is no claim, and nobody is warned.
-    """
-
-    def __init__(self, directory: str, make: Callable[[str], None]) -> None:
-        super().__init__(directory)
-        self._make = make
-        self._descriptor = -1
-
-    def renew(self) -> None:
-        if self._descriptor != -1:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(self.directory), os.fstat(self._descriptor)):
-                    return
-            self.forget()  # another directory has its name now
-        with contextlib.suppress(OSError):  # it cannot be made or opened: the save will tell
-            self._make(self.directory)
-            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = _holder(descriptor) if isinstance(error, BlockingIOError) else str(os.getpid())
-                os.close(descriptor)
-                if holder != str(os.getpid()):  # which may know the directory by another name
-                    self.tell(f"process {holder}{_command(holder)}" if holder else "another process")
-            else:
-                self._descriptor = descriptor
-
-    def release(self, *, wait: bool = True) -> None:
-        if self._descriptor != -1:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # whoever else has the descriptor
-            self.forget()
-
-    def forget(self) -> None:
-        # Unlocking would take it from the parent, too.
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor != -1:
-            os.close(descriptor)
-
-
-def _holder(descriptor: int) -> str:
-    """Return the number of the process that has locked the open directory; empty if that is not known."""
-    status = os.fstat(descriptor)
-    identity = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and words[5] == identity:
-                return words[4]
-    return ""
-
-
-def _command(pid: str) -> str:
-    with contextlib.suppress(OSError):
-        words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
-        return f" ({' '.join(words)[:100]})"
-    return ""
 
 
 def files_of(path: str) -> Iterator[str]:

@@ -227,7 +227,7 @@ def test_one_warning_says_which_process_has_the_directory(tmp_path: Path, caplog
             caplog.clear()
             save(tmp_path, checkpointer)
             assert warnings_in(caplog) == []
-            assert local._holder(os.open(tmp_path, os.O_RDONLY)) == str(os.getpid())
+            assert claims._holder(os.open(tmp_path, os.O_RDONLY)) == str(os.getpid())
     finally:
         other.kill()
         other.communicate()
@@ -237,7 +237,7 @@ def test_one_warning_says_which_process_has_the_directory(tmp_path: Path, caplog
 def locked(directory: Path) -> bool:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        return bool(local._holder(descriptor))
+        return bool(claims._holder(descriptor))
     finally:
         os.close(descriptor)
 
