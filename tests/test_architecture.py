@@ -252,6 +252,15 @@ def modules_in_the_docs() -> set[str]:
     return {name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1)}
 
 
+def lost_in_the_page(root: Path, page: str) -> list[str]:
+    """Modules directly in a package that the page on the architecture does not name, and those that it invents."""
+    named = {name for name in re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", page) if not name.startswith("tests/")}
+    files = [path.relative_to(root).as_posix() for package in PACKAGES for path in (root / package).rglob("*.py")]
+    modules = {"/".join(file.split("/")[:2]) + "/" * (file.count("/") > 1) for file in files}
+    lost = {module for module in modules if "__" not in module and not {module, module.partition("/")[2]} & named}
+    return sorted(lost | {name for name in named if not any(f"/{name}" in f"/{file}" for file in files)})
+
+
 def test_all_packages_are_looked_at() -> None:
     assert {module.partition(".")[0] for module in modules_under(ROOT)} == set(PACKAGES)
 
@@ -266,6 +275,18 @@ def test_there_is_no_import_circle() -> None:
 
 def test_no_import_is_hidden() -> None:
     assert hidden_imports(ROOT) == []
+
+
+def test_the_page_on_the_architecture_names_every_module_and_no_other() -> None:
+    assert lost_in_the_page(ROOT, (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")) == []
+
+
+def test_a_module_that_the_page_lost_is_found(tmp_path: Path) -> None:
+    for path in ("ckpt_core/tree.py", "ckpt_core/cli/parser.py", "lightning_ckpt/io.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert lost_in_the_page(tmp_path, "`tree.py`, `cli/`, `lightning_ckpt/io.py`, `cli/parser.py`") == []
+    assert lost_in_the_page(tmp_path, "`tree.py`, `attic.py`") == ["attic.py", "ckpt_core/cli/", "lightning_ckpt/io.py"]
 
 
 def test_one_module_knows_accelerators() -> None:
