@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 
@@ -163,12 +165,21 @@ ALSO_THERE = {
     "ckpt_core.rehearsal": {"CannotRehearseError", "Difference", "Resumed", "Result", "rehearse"},
     "ckpt_core.catalog": {"Catalog", "CheckpointInfo"},
     "ckpt_core.state.rng": {"RngState"},
+    "ckpt_core.tree": {"tensors"},
     "lightning_ckpt.parameter_server": {"ParameterServerWorker"},
     "accelerate_ckpt.integrations.transformers": {"ResumableCallback"},
-    "ckpt_async.consistent_cut": {"CutShard", "CutWorker", "ShardState", "SnapshotCoordinator"},
-    "ckpt_async.local_updates": {"DiLoCo", "GatedWorker", "StepGate", "StreamCursor", "TorchftLoop", "WorkerState"},
-    "ckpt_async.parameter_server": {"CutStore", "ParameterClient", "ParameterServer", "RemoteOptimizer"},
+    "accelerate_ckpt.config": {"CheckpointConfig"},
+    "ckpt_async.consistent_cut": {"COORDINATOR", "ConsistentCut", "UpdateId", "VectorClock", "deal_streams"}
+    | {"CutShard", "CutWorker", "ShardState", "SnapshotCoordinator"},
+    "ckpt_async.consistent_cut.effects": {"CommitCut", "PersistShard", "PersistWorker", "Send"},
+    "ckpt_async.local_updates": {"DiLoCo", "GatedWorker", "StepGate", "StreamCursor", "TorchftLoop", "WorkerState"}
+    | {"DiLoCoState", "GateTimeoutError"},
+    "ckpt_async.parameter_server": {"CutStore", "ParameterClient", "ParameterServer", "RemoteOptimizer"}
+    | {"Frame", "Handler", "Peer", "SocketTransport", "TrainingCoordinator", "Transport"},
 }
+_IMPORT = re.compile(
+    r"^ *from ((?:ckpt_|lightning_ckpt|accelerate_ckpt)[\w.]*) import (\([^)]*\)|[^\n#]+)", re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("package", EXPORTED)
@@ -189,3 +200,13 @@ def test_no_exported_name_is_of_a_private_class() -> None:
         module = importlib.import_module(package)
         private = [name for name in module.__all__ if getattr(getattr(module, name), "__name__", name).startswith("_")]
         assert private == [], package
+
+
+def test_what_the_docs_and_examples_import_is_promised() -> None:
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "examples").rglob("*.py")]
+    found = [found for page in pages for found in _IMPORT.findall(page.read_text(encoding="utf-8"))]
+    imported = {f"{module}.{name}" for module, names in found for name in re.findall(r"\w+", names)}
+    promised = {f"{module}.{name}" for names in (EXPORTED, ALSO_THERE) for module in names for name in names[module]}
+    assert len(imported) > 50
+    assert imported - promised == set()
