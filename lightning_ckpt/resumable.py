@@ -37,6 +37,7 @@ from lightning_ckpt._callbacks.interval import AutoInterval
 from lightning_ckpt._callbacks.just_in_time import JustInTime
 from lightning_ckpt._callbacks.lookup import (
     Lookup,
+    follow,
     is_same_path,
     is_training_state,
     left_in_another_version,
@@ -272,6 +273,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._seconds_since_check: float | None = None
         self._being_saved: tuple[str, int] | None = None
         self._resumes = True
+        self._has_moved = False  # the directory, since the checkpoint that the run resumes from
         before_look_ups(_introduce)
         if self._auto is not None:
             without_a_path(find_resume, ExactState.resumed_ahead)
@@ -526,11 +528,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
             memory.close(keep=keep)
 
     def _forget_what_was_not_saved(self, trainer: Any) -> None:
-        """Forget saves that were under way when what the run resumes from was taken, and that a crash has ended."""
+        """Forget saves that a crash has ended after the run's newest state was taken, and what was not moved along."""
         tier, directory = self._memory_tier(trainer), os.fspath(self.dirpath or "")
         resumed = os.fspath(trainer.ckpt_path or "")
         is_just_in_time = os.path.basename(resumed).startswith(_JUST_IN_TIME)
-        if not is_just_in_time and (tier is None or not tier.covers(resumed)):
+        if not self._has_moved and not is_just_in_time and (tier is None or not tier.covers(resumed)):
             return
         infos = self._lookup.catalog(directory).checkpoints()
         there = {info.name for info in infos}
@@ -901,6 +903,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        directory = os.fspath(self.dirpath or "")
+        if directory and os.fspath(trainer.ckpt_path or "").startswith(f"{directory.rstrip('/')}/"):
+            # not a run that begins in a new directory with a checkpoint of another one
+            self._has_moved = follow(checkpoint.get("callbacks", {}).get(self.state_key), directory)
         if trainer.state.fn == "fit":
             self._resumed = point_of(os.fspath(trainer.ckpt_path or ""), checkpoint)
         self._resumes = True

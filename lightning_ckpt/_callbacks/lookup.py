@@ -130,17 +130,15 @@ class Lookup:
             return ""
         newest = found.path
         catalog = self.catalog(directory)
-        best = catalog.peek(newest).get("callbacks", {}).get(state_key, {}).get("best_model_path")
+        known = catalog.peek(newest).get("callbacks", {}).get(state_key, {})
+        best = known.get("best_model_path")
         if not best:
             if monitor is not None:
                 logger.warning(
                     "using %s as the best checkpoint: it does not record which one has the best %s", newest, monitor
                 )
             return newest
-        # The directory may have been moved or copied since.
-        names = best.split("/")
-        moved = ["/".join([directory.rstrip("/"), *names[-level - 1 :]]) for level in range(self.levels, -1, -1)]
-        for path in dict.fromkeys([*moved, best]):
+        for path in dict.fromkeys([where_it_is(best, known.get("dirpath"), directory), best]):
             try:
                 catalog.check(path)
             except CheckpointNotFoundError:
@@ -175,6 +173,27 @@ class Lookup:
         catalog, number = dataclasses.replace(self, levels=0).catalog(root), _number_of(resumed)
         found = [path for path in catalog.paths() if _NAME.match(os.path.basename(path)) and _number_of(path) < number]
         return [path for path in found if _is_of_run(catalog.peek(path), root, directory)]
+
+
+def where_it_is(path: str, before: str | None, directory: str) -> str:
+    """Return the path of a checkpoint of ``before``, which may have been moved or copied to ``directory`` since."""
+    inside = f"{(before or '').rstrip('/')}/"
+    return f"{directory.rstrip('/')}/{path[len(inside) :]}" if before and path.startswith(inside) else path
+
+
+def follow(known: Any, directory: str) -> bool:
+    """Let what a ``ModelCheckpoint`` has saved of itself follow its checkpoints to ``directory``, if they are moved."""
+    before = known.get("dirpath") if isinstance(known, dict) else None
+    if not before or before == directory:
+        return False
+    for name, value in known.items():
+        if isinstance(value, str) and name != "dirpath":
+            known[name] = where_it_is(value, before, directory)
+    known["best_k_models"] = {
+        where_it_is(path, before, directory): score for path, score in known.get("best_k_models", {}).items()
+    }
+    known["dirpath"] = directory
+    return True
 
 
 def is_training_state(state: Any) -> bool:

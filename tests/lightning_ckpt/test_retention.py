@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,32 @@ def test_resumed_run_knows_what_was_kept_under_names_with_slashes(tmp_path: Path
     assert steps_in(saved / "at") == [5, 6]
     fit(saved, AsyncCheckpointIO(), 8, retention=KeepLatest(2), filename="at/{step}", ckpt_path="last")
     assert steps_in(saved / "at") == [7, 8]
+
+
+RANKED = {"monitor": "score", "save_top_k": 2, "save_last": True}
+
+
+@pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO])
+@pytest.mark.parametrize("filename", ["{step}", "at/{step}"])
+def test_the_best_ones_of_a_run_move_with_its_directory(tmp_path: Path, plugin: Any, filename: str) -> None:
+    fit(tmp_path / "saved", plugin(), 3, **RANKED, filename=filename)
+    saved = (tmp_path / "saved").rename(tmp_path / "moved")
+    inside = (saved / filename).parent
+    assert steps_in(inside) == [2, 3]
+    callback = fit(saved, plugin(), 5, **RANKED, filename=filename, ckpt_path="last")
+    assert steps_in(inside) == [3, 4]
+    callback = fit(saved, plugin(), 9, **RANKED, filename=filename, ckpt_path="last")
+    assert steps_in(inside) == [3, 4]
+    assert callback.best_model_path == f"{inside}/step=4.ckpt"
+
+
+def test_best_ones_that_were_not_copied_along_do_not_count(tmp_path: Path) -> None:
+    fit(tmp_path / "saved", AsyncCheckpointIO(), 4, **RANKED)
+    (tmp_path / "copied").mkdir()
+    shutil.copy(tmp_path / "saved" / "last.ckpt", tmp_path / "copied")
+    callback = fit(tmp_path / "copied", AsyncCheckpointIO(), 7, **RANKED, ckpt_path="last")
+    assert steps_in(tmp_path / "copied") == [5, 6]
+    assert callback.best_model_path == str(tmp_path / "copied" / "step=5.ckpt")
 
 
 def test_both_policy_and_top_k_keep(tmp_path: Path) -> None:
