@@ -8,6 +8,7 @@ tried first.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -99,7 +100,7 @@ class ResumeAttempts:
         root: The directory of the checkpoints, or its URL.
         limit: After how many attempts a checkpoint is skipped; None: never.
         storage_options: For fsspec.
-        tiers: The record is kept in the local tier, if ``root`` is in one.
+        tiers: If ``root`` is in one of them, the record is kept in both: another machine has only that of the remote.
 
     Raises:
         ValueError: ``limit`` is not at least 1.
@@ -116,12 +117,15 @@ class ResumeAttempts:
         if limit is not None and limit < 1:
             raise ValueError(f"the number of attempts must be at least 1, not {limit}")
         directory = local_path(root)
-        if tiers is not None and tiers.covers(directory):
-            directory = tiers.local_path(directory)
         if not is_remote(directory):
             directory = os.path.abspath(directory)  # the program may change its working directory
-        self._path = f"{directory.rstrip('/')}/{RECORD_OF_RESUMES}"
-        self._storage = storage_for(directory, storage_options)
+        self._records = [(storage_for(directory, storage_options), _record_in(directory))]
+        if tiers is not None and tiers.covers(directory):
+            local, remote = tiers.local_path(directory), tiers.remote_path(directory)
+            self._records = [
+                (storage_for(local), _record_in(local)),
+                (tiers.storage(storage_options), _record_in(remote)),
+            ]
         self._limit = limit
         self._stepped_over: list[CheckpointInfo] = []
 
@@ -138,7 +142,7 @@ class ResumeAttempts:
                 "before it had saved another one. To use it anyway, pass its path or delete %s",
                 info.path,
                 counts[_key(info)],
-                self._path,
+                " and ".join(path for _, path in self._records),
             )
         return [info for info in infos if info not in last] + last
 
@@ -157,29 +161,37 @@ class ResumeAttempts:
 
     def end(self) -> None:
         """Note that the run ended normally or on request, so the checkpoint that it resumed from is sound."""
-        try:
-            if self._storage.exists(self._path):
-                self._storage.remove(self._path)
-        except CheckpointError as error:
-            logger.warning("%s cannot be deleted, so this end counts as a crash: %s", self._path, error)
+        for storage, path in self._records:
+            try:
+                if storage.exists(path):
+                    storage.remove(path)
+            except CheckpointError as error:
+                logger.warning("%s cannot be deleted, so this end counts as a crash: %s", path, error)
 
     def _read(self) -> dict[str, int]:
-        try:
-            with self._storage.open(self._path) as reader:
-                record = json.loads(reader.read_whole())
-            return {str(key): int(count) for key, count in record["attempts"].items()}
-        except CheckpointNotFoundError:
-            return {}
-        except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s cannot be read, so no checkpoint is skipped: %s", self._path, error)
-            return {}
+        counts: collections.Counter[str] = collections.Counter()
+        for storage, path in self._records:
+            try:
+                with storage.open(path) as reader:
+                    record = json.loads(reader.read_whole())
+                counts |= collections.Counter({str(key): int(count) for key, count in record["attempts"].items()})
+            except CheckpointNotFoundError:
+                continue
+            except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
+                logger.warning("%s cannot be read, so no checkpoint is skipped because of it: %s", path, error)
+        return dict(counts)
 
     def _write(self, counts: dict[str, int]) -> None:
         data = json.dumps({"version": _VERSION, "attempts": counts}).encode()
-        try:
-            self._storage.write_whole(self._path, data)
-        except CheckpointError as error:
-            logger.warning("%s cannot be written, so crashes are not counted: %s", self._path, error)
+        for storage, path in self._records:
+            try:
+                storage.write_whole(path, data)
+            except CheckpointError as error:
+                logger.warning("%s cannot be written, so crashes are not counted there: %s", path, error)
+
+
+def _record_in(directory: str) -> str:
+    return f"{directory.rstrip('/')}/{RECORD_OF_RESUMES}"
 
 
 def _key(info: CheckpointInfo) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpoin
 from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog
 from ckpt_core.cli import main
 from ckpt_core.errors import StorageError
-from ckpt_core.resume import ResumePoint, newest_to_resume
+from ckpt_core.resume import ResumeAttempts, ResumePoint, newest_to_resume
 from ckpt_core.tiers import Tiers
 from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
@@ -158,12 +159,21 @@ def test_the_record_is_no_checkpoint(tmp_path: Path) -> None:
     assert [info.name for info in Catalog(tmp_path, suffix="").checkpoints()] == ["1.ckpt"]
 
 
-def test_tiers_keep_the_record_on_the_local_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["local", "remote"])
+def test_one_of_the_tiers_is_enough_to_know_of_crashes(tmp_path: Path, lost: str) -> None:
     save(tmp_path / "local" / "run", 1, 2)
+    shutil.copytree(tmp_path / "local", tmp_path / "remote")
     tiers = Tiers.of(str(tmp_path / "local"), str(tmp_path / "remote"), None)
-    points = [newest_to_resume(tmp_path / "remote" / "run", attempts=1, tiers=tiers) for _ in range(2)]
-    assert [point and point.step for point in points] == [2, 1]
-    assert not (tmp_path / "remote").exists()
+
+    def resumed_at() -> int | None:
+        point = newest_to_resume(tmp_path / "remote" / "run", attempts=2, tiers=tiers)
+        return None if point is None else point.step
+
+    assert resumed_at() == 2
+    shutil.rmtree(tmp_path / lost)  # another machine continues
+    assert [resumed_at(), resumed_at()] == [2, 1]
+    ResumeAttempts(tmp_path / "local" / "run", tiers=tiers).end()
+    assert list(tmp_path.rglob(RECORD_OF_RESUMES)) == []
 
 
 def test_only_a_first_start_needs_the_place_of_the_uploads(tmp_path: Path) -> None:
