@@ -35,6 +35,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from ckpt_core.errors import StorageError
 from ckpt_core.process.process_groups import abort_process_groups
 from ckpt_core.process.threads import Latch
 from ckpt_core.recorder import record_path
@@ -385,7 +386,7 @@ class Survivors:
         if self._descriptor is None:
             return False
         seen: BaseException | None = error
-        while seen is not None:
+        while seen is not None and not isinstance(seen, StorageError):  # that connection was one to a store
             if isinstance(seen, (RuntimeError, OSError)) and _LOST.search(f"{type(seen).__name__} {seen}"):
                 return True
             seen = seen.__cause__ or seen.__context__

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_module
 
+from ckpt_core.errors import StorageError
 from ckpt_core.survivors import BufferCopies, Rescue, Survivors, _follow, wait_seconds_of, why_not_replicas
 
 RANKS = """
@@ -54,6 +55,16 @@ def test_one_survivor_saves_the_last_step_of_all(case: str, saver: int, fork_scr
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("found.*")}
     assert found.pop(f"found.{saver}") == [[5, everything, []]]
     assert all(others == [] for others in found.values())
+
+
+def test_a_store_that_refuses_connections_is_no_lost_rank(tmp_path: Path) -> None:
+    mine = Survivors(str(tmp_path / "saved"), 0, 2, "run")
+    refused = ConnectionRefusedError("Connection refused")
+    failure = StorageError("no answer: Connection refused", path="s3://bucket/1")
+    failure.__cause__ = refused
+    assert not mine.is_loss(failure)
+    assert mine.is_loss(refused)
+    mine.close()
 
 
 def test_each_shard_is_saved_by_the_lowest_rank_that_holds_it_at_a_step_of_which_all_are_there(tmp_path: Path) -> None:
