@@ -131,19 +131,19 @@ class Sender:
         with self._lock:
             self._names.get(directory, set()).discard(name)
 
-    def leftovers(self, directory: str, ending: str, before: float) -> list[str]:
+    def leftovers(self, directory: str, ending: str, names: set[str]) -> list[str]:
         """Return the local checkpoints that are not in the remote tier as they are, the newest first.
 
-        Names count that have the ``ending``, unless they are directories; what was changed after ``before`` (Unix time)
-        is somebody else's business.
+        Those of ``names`` count that have the ``ending``, or are directories.
         """
         remote = self._tiers.remote_path(directory)
         self._storage.remote.remove_orphans(remote)
         known = self._ledger(remote)
         found = []
         for path, identity in self._local(directory):
-            counts = identity.save is not None or os.path.splitext(path)[1] == ending
-            if counts and identity.modified_ns <= before * 1e9 and known.get(os.path.basename(path)) != identity:
+            name = os.path.basename(path)
+            counts = name in names and (identity.save is not None or os.path.splitext(path)[1] == ending)
+            if counts and known.get(name) != identity:
                 found.append((identity.committed, path))
         return [path for _, path in sorted(found, reverse=True)]
 

@@ -77,7 +77,8 @@ class Uploader:
             if directory in self._seen:
                 return
             self._seen.add(directory)
-        look = functools.partial(self._look_for_leftovers, directory, ending, time.time())
+        names = os.listdir(directory) if os.path.isdir(directory) else []
+        look = functools.partial(self._look_for_leftovers, directory, ending, set(names))
         self._submit(Job(directory, look, "search for leftovers", is_pending=False, raises=False))
 
     def remove(self, path: str, delete: Delete) -> None:
@@ -177,8 +178,8 @@ class Uploader:
                 return
         self._sender.remove(path)
 
-    def _look_for_leftovers(self, directory: str, ending: str, before: float) -> None:
-        found = self._sender.leftovers(directory, ending, before)
+    def _look_for_leftovers(self, directory: str, ending: str, names: set[str]) -> None:
+        found = self._sender.leftovers(directory, ending, names)
         with self._lock:
             waiting = {job.path for job in self.queue.waiting() if job.is_pending}
             left = [path for path in found if path not in waiting]

@@ -332,6 +332,17 @@ def test_a_failed_upload_is_counted_and_made_up_for(setting: Setting, caplog: py
     assert any(record.levelno == logging.WARNING and "the store is down" in record.message for record in caplog.records)
 
 
+def test_what_is_left_is_uploaded_although_the_clock_was_ahead_when_it_was_saved(setting: Setting) -> None:
+    with setting.layout.checkpointer() as before:
+        setting.layout.save(before, setting.here(1), 1)
+    tomorrow = time.time() + 86400
+    for path in [Path(setting.here(1)), *Path(setting.here(1)).glob("*")]:
+        os.utime(path, (tomorrow, tomorrow))
+    with setting.run() as run:
+        setting.layout.save(run, setting.here(2), 2)
+    assert setting.names_there() == ["1", "2"]
+
+
 def test_a_failed_upload_is_raised_once(setting: Setting) -> None:
     setting.store(Fault(writes_of("0"), number=1, error=REFUSES))
     run = setting.run()
