@@ -283,6 +283,8 @@ class Survivors:
             place = _local_place(directory) if is_remote(directory) else directory
             self._paths = [record_path(place, other, "survivor") for other in range(world_size)]
             os.makedirs(os.path.dirname(self._paths[rank]), exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._paths[rank])  # a process of an earlier start may live on, and hold the lock on that one
             self._descriptor = os.open(self._paths[rank], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):  # a filesystem without locks
                 # not inherited by data loading workers, which may outlive a killed training
@@ -375,7 +377,8 @@ class Survivors:
         if descriptor is not None:
             if remove:  # first, or this rank looks dead for a moment
                 with contextlib.suppress(OSError):
-                    os.unlink(self._paths[self._rank])
+                    if os.path.samestat(os.stat(self._paths[self._rank]), os.fstat(descriptor)):
+                        os.unlink(self._paths[self._rank])
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,37 @@ def test_a_store_that_refuses_connections_is_no_lost_rank(tmp_path: Path) -> Non
     failure.__cause__ = refused
     assert not mine.is_loss(failure)
     assert mine.is_loss(refused)
+    mine.close()
+
+
+def _take_part(saved: str, session: str, told: Any) -> None:
+    mine = Survivors(saved, 0, 2, session)
+    told.send("began")
+    told.recv()
+    mine.close(remove=True)
+
+
+def test_a_process_of_an_earlier_start_that_ends_late_is_not_the_rank_of_now(tmp_path: Path) -> None:
+    saved, fork = str(tmp_path / "saved"), multiprocessing.get_context("fork")
+    processes = {}
+    for session in ("stopped for hours", "now"):
+        told, theirs = fork.Pipe()
+        process = fork.Process(target=_take_part, args=(saved, session, theirs))
+        process.start()
+        assert told.recv() == "began"
+        processes[session] = process, told
+    mine = Survivors(saved, 1, 2, "now")
+    mine.note({"step": 1})
+    assert mine.sees_all
+    process, told = processes["stopped for hours"]
+    told.send("end")
+    process.join()
+    assert mine.sees_all
+    assert mine.find_dead() == []
+    process, _ = processes["now"]
+    process.kill()
+    process.join()
+    assert mine.find_dead() == [0]
     mine.close()
 
 
