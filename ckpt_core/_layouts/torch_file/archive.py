@@ -271,6 +271,9 @@ class StateLayout:
             if size and not source:  # torch says what it thinks of freed memory
                 yield buffer.tensor[at : at + size], bytes_of([storage])[0]
                 continue
+            if size <= nbytes:
+                yield base + at, source, size, storage
+                continue
             for begin in range(0, size, nbytes):
                 yield base + at + begin, source + begin, min(nbytes, size - begin), storage
 

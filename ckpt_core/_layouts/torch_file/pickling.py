@@ -40,8 +40,9 @@ _PLAIN_DTYPES = frozenset(
         *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 )
+_COMPLEX_DTYPES = frozenset(dtype for dtype in _PLAIN_DTYPES if dtype.is_complex)
 # Named tensors, which torch refuses to save, have gone from newer ones.
-_has_names: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "has_names", lambda _: False)
+_has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_names", None)
 
 
 _Entry = tuple[str, Any, str, str, int]  # what the pickle has in the place of a storage
@@ -68,21 +69,27 @@ class StorageTable:
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
         """Return the index of ``storage``, adding it if it is new."""
-        identity = storage._cdata if storage.nbytes() else (storage._cdata, dtype)
+        nbytes = storage.nbytes()
+        identity = storage._cdata if nbytes else (storage._cdata, dtype)
         index = self._index.get(identity)
         if index is None:
             index = self._index[identity] = len(self.storages)
             self.storages.append(storage)
-            self.sizes.append(storage.nbytes() // dtype.itemsize * dtype.itemsize)
+            self.sizes.append(nbytes - nbytes % dtype.itemsize)
         return index
 
     def add_plain(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> int:
         """Return the number of a plain tensor, which is new."""
         dtype = tensor.dtype
-        place = "cpu" if tensor.is_cpu else location_tag(storage)
-        offset, requires_grad = tensor.storage_offset(), tensor.requires_grad
-        length = storage.nbytes() // dtype.itemsize
-        described = (dtype, tensor.shape, tensor.stride(), offset, requires_grad, place, length)
+        described = (
+            dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.requires_grad,
+            "cpu" if tensor.is_cpu else location_tag(storage),
+            storage.nbytes() // dtype.itemsize,
+        )
         number = self.numbers[id(tensor)] = len(self.plain)
         self.plain.append((self.add(storage, dtype), described))
         self._kept.append(tensor)
@@ -187,7 +194,8 @@ class _StoragePickler(pickle.Pickler):
                         )
                     return None
                 number = self._table.add_plain(obj, obj.untyped_storage())
-            self._refer(self._table.plain[number][0], obj.dtype)
+            index, described = self._table.plain[number]
+            self._refer(index, described[0])
             return self._first_number + number
         if not isinstance(obj, _STORAGE_TYPES):
             return None
@@ -312,14 +320,18 @@ def _integers(values: Sequence[int]) -> bytes:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether nothing but its dtype, place, size and strides belongs to a ``torch.Tensor``."""
+    dtype = tensor.dtype
     return (
-        tensor.dtype in _PLAIN_DTYPES
+        dtype in _PLAIN_DTYPES
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.device.type == "cuda")
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or _has_names(tensor))
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and not (dtype in _COMPLEX_DTYPES and tensor.is_conj())
         and not tensor._is_zerotensor()  # which has no memory: torch refuses it
         and tensor._backward_hooks is None
         and not tensor.__dict__
+        and not (_has_names is not None and _has_names(tensor))
     )
 
 
