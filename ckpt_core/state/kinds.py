@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,18 @@ def frozen_parameters(model: torch.nn.Module) -> frozenset[str]:
     """Return the names of the parameters that need no gradient, as the model and its wrapped modules know them."""
     found = [name for name, value in model.named_parameters(remove_duplicate=False) if not value.requires_grad]
     return frozenset([*found, *(_WRAPPERS.sub("", name).removeprefix("module.") for name in found)])
+
+
+def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Return the parameters that optimizers know, of which FSDP2 leaves others in their place after an evaluation."""
+    found: list[torch.nn.Parameter] = []
+    for module in modules:
+        inner: Any
+        for inner in module.modules():
+            if any(cls.__name__ == "FSDPModule" for cls in type(inner).__mro__):  # importing it takes time
+                inner.reshard()
+        found += module.parameters()
+    return found
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import warnings
 import weakref
@@ -33,7 +32,7 @@ from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.ddp import rebuild_ddp_buckets, unsaved_hook_states
 from ckpt_core.state.fast_pickle import Noted
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
-from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
+from ckpt_core.state.kinds import Kind, join_ranks, parameters_of, state_of_rank
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
@@ -287,7 +286,7 @@ class ExactState(Live):
     def _look_again(self) -> None:
         # hooks may have made other ones
         module = self._trainer.lightning_module
-        self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
+        self._tensors = [*parameters_of([module]), *module.buffers()]
         self._metrics = follow_metrics(module, self._metrics)
         self._of_validation = []
 

@@ -19,6 +19,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint
 from lightning.pytorch.loggers import Logger
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_ckpt._exact.state import KEY
@@ -233,6 +234,7 @@ def digest(value: Any) -> str:
 
     def add(item: Any) -> None:
         if isinstance(item, torch.Tensor):
+            item = item.to_local() if isinstance(item, DTensor) else item
             found.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(item, dict):
             for key in item:

@@ -5,7 +5,7 @@ Reads one specification per line from its standard input, forks a process per ra
 
     {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
      "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
-     "machines": true, "answers": 1e6, "then": ["test", "predict", "fit"], "finder": {...},
+     "machines": true, "shards": 2, "answers": 1e6, "then": ["test", "predict", "fit"], "finder": {...},
      "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...], "never_durable": [rank, ...],
      "name": "first"}
 """
@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lightning_ckpt
 from ckpt_core._commit.acting_together import Meeting
@@ -56,6 +58,15 @@ class Stages(Model):
         return self.train_dataloader()
 
     predict_dataloader = test_dataloader
+
+
+class Sharded(Stages):
+    """Has each shard on two ranks (HSDP)."""
+
+    def configure_model(self) -> None:
+        for layer in (self.net[0], self.net[2], self.other):
+            if not isinstance(layer, FSDPModule):
+                fully_shard(layer, mesh=self.device_mesh)
 
 
 class Signals(pl.Callback):
@@ -126,7 +137,12 @@ def main(spec: dict[str, Any], rank: int) -> None:
     if "answers" in spec:  # how long ranks wait for those who do not say where they are
         Meeting.__init__.__kwdefaults__["answer_within"] = spec["answers"]  # type: ignore[attr-defined,index]
     pl.seed_everything(spec.get("seed", 1), verbose=False)
-    model = Stages(spec.get("options", {}))
+    strategy: Any = "ddp" if spec["ranks"] > 1 else "auto"
+    is_sharded = "shards" in spec
+    model = (Sharded if is_sharded else Stages)(spec.get("options", {}))
+    if is_sharded:
+        replicas = spec["ranks"] // spec["shards"]
+        strategy = ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=spec["shards"])
     if spec.get("own_generators"):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(rank)
@@ -144,7 +160,7 @@ def main(spec: dict[str, Any], rank: int) -> None:
     settings = {
         "accelerator": "cpu",
         "devices": spec["ranks"],
-        "strategy": "ddp" if spec["ranks"] > 1 else "auto",
+        "strategy": strategy,
         "max_epochs": 3,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 2,

@@ -19,6 +19,7 @@ from ckpt_core.errors import CheckpointFormatError, StateMismatchError
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.exact_cases import Model, Outcome, PlannedError, SaveAt, make_trainer, outcome
 from tests.lightning_ckpt.features import needs_save_on_exception
+from tests.lightning_ckpt.signal_ranks import Job
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -226,6 +227,16 @@ def test_interrupted_after_an_optimizer_step(tmp_path: Path) -> None:
         trainer.fit(model)
     _, _, warned = fit(tmp_path, {"manual": True}, [], 77, ckpt_path=tmp_path / "saved.ckpt")
     assert len(warned) == 1 and "after it had changed weights or buffers" in warned[0]
+
+
+def test_interrupted_after_an_optimizer_step_behind_a_sanity_check_of_shards(job: Job, tmp_path: Path) -> None:
+    # which leaves whole parameters in the model, and optimizers step on others
+    needs_save_on_exception()
+    spec = {"shards": 2, "io": "ShardedCheckpointIO", "options": {"manual": True, "val": True}}
+    spec |= {"settings": {"save_on_exception": True, "filename": "saved"}, "trainer": {"num_sanity_val_steps": 1}}
+    job.run(tmp_path, "first", **spec, signals=[[rank, "raise", "on_after_backward", 6] for rank in range(2)])
+    resumed = job.run(tmp_path, "resumed", **spec, resume=str(tmp_path / "saved" / "saved.ckpt"))
+    assert "after it had changed weights or buffers" in resumed[0]["warnings"][0]
 
 
 class Terminate(pl.Callback):
