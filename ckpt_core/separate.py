@@ -5,6 +5,8 @@ Nobody waits for anybody here: who writes what, and when all have, is decided by
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,11 +22,13 @@ from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.commit_time import Stamp, commit_time
+from ckpt_core.errors import RankFailedError
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import is_remote, local_path, storage_for
+from ckpt_core.survivors import Rescue
 
-__all__ = ["LocalTensor", "Piece", "SeparateSaves", "local_tensor"]
+__all__ = ["LocalTensor", "Piece", "RescueSave", "SeparateSaves", "local_tensor"]
 
 
 class SeparateSaves:
@@ -114,6 +118,84 @@ class SeparateSaves:
     def remove(self, path: str) -> None:
         """Delete a committed checkpoint."""
         self._storage.remove_directory(path)
+
+
+class RescueSave:
+    """The directory in which survivors save what they hold together, each for some of the ranks.
+
+    Args:
+        rescue: What is to be saved, and who writes for whom.
+        path: Where: a local path or a URL.
+        rank: This process's rank.
+        session: Text that is the same on all ranks and different for every run.
+        storage_options: For a URL, as in :class:`SeparateSaves`.
+    """
+
+    def __init__(
+        self, rescue: Rescue, path: str, *, rank: int, session: str, storage_options: dict[str, Any] | None = None
+    ) -> None:
+        self._rescue, self._path, self._rank = rescue, path, rank
+        self._id = hashlib.sha256(f"{session}-{rescue.number}".encode()).hexdigest()[:32]  # the same on all
+        self._saves = SeparateSaves(os.path.dirname(path), storage_options=storage_options)
+
+    def write(
+        self, parts: Callable[[int], Sequence[Part]], write_files: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
+        """Write the files of the ranks for which this one writes; return what :meth:`commit` needs of each writer.
+
+        ``parts`` returns those of a rank, with this rank's tensors. ``write_files`` is for the files of rank 0, as in
+        :meth:`SeparateSaves.write`.
+        """
+        ranks = [rank for rank, writer in enumerate(self._rescue.writers) if writer == self._rank]
+        suffix = f"-{self._id}" if self._saves.is_remote else ""  # where they are written to their final place
+        self._saves.begin(self._path, self._id)
+        try:
+            reports = {
+                rank: self._saves.write(
+                    parts(rank),
+                    self._path,
+                    self._id,
+                    rank=rank,
+                    world_size=len(self._rescue.writers),
+                    suffix=suffix,
+                    local=functools.partial(self._local, rank),
+                    write_files=write_files if rank == 0 else None,
+                )
+                for rank in ranks
+            }
+        except BaseException:
+            self._saves.discard(self._path, self._id)
+            raise
+        return {"target": self._path, "reports": reports}
+
+    def _local(self, rank: int, key: str, tensor: torch.Tensor) -> LocalTensor:
+        """Return what is written for a rank of a tensor of which each rank has its shard."""
+        mine, writers = self._rank, self._rescue.writers
+        is_mine = rank == mine and (type(tensor) is not torch.Tensor or mine == min(writers))  # others are on all ranks
+        found = local_tensor(tensor, key=key, rank=mine, world_size=len(writers), replicated=True)
+        return found if is_mine else found._replace(pieces=(), holders=())
+
+    def commit(self, *, metadata: Mapping[str, Any], step: int) -> None:
+        """Make it a checkpoint, when all have written, of this number of optimizer steps.
+
+        Raises:
+            RankFailedError: Another one has written at another path, and so at another step.
+            StorageError: This process does not see a file that another one has written.
+        """
+        written = self._rescue.written
+        reports = {rank: report for each in written for rank, report in each["reports"].items()}
+        try:
+            if any(each["target"] != self._path for each in written):
+                raise RankFailedError(
+                    "the ranks are not at the same step",
+                    path=self._path,
+                    remedy="start the run again: it resumes from the last checkpoint",
+                )
+            ordered = [reports[rank] for rank in range(len(reports))]
+            self._saves.commit(ordered, self._path, self._id, metadata=metadata, step=step)
+        except BaseException:
+            self._saves.discard(self._path, self._id)
+            raise
 
 
 def _content(part: Part, rank: int, world_size: int, local: Callable[[str, torch.Tensor], LocalTensor]) -> PartContent:

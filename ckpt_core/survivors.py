@@ -40,6 +40,7 @@ from ckpt_core.process.process_groups import abort_process_groups
 from ckpt_core.process.threads import Latch
 from ckpt_core.recorder import record_path
 from ckpt_core.state.fast_pickle import note_of, read_note
+from ckpt_core.state.kinds import parameters_of
 from ckpt_core.storage import is_remote
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "NO_PLACE",
     "WAIT_SECONDS",
     "BufferCopies",
+    "LiveWeights",
     "Rescue",
     "Survivors",
     "ignoring_signals",
@@ -157,14 +159,14 @@ def why_not_replicas(
     classes = {cls.__name__ for optimizer in optimizers for cls in type(optimizer).__mro__}
     if are_replicas and "ZeroRedundancyOptimizer" in classes:
         kind, are_replicas = "ZeroRedundancyOptimizer", False
-    elif are_replicas and any(isinstance(parameter, DTensor) for each in modules for parameter in each.parameters()):
+    elif are_replicas and any(isinstance(parameter, DTensor) for parameter in parameters_of(modules)):
         kind, are_replicas = "a model of distributed tensors", False
-    return None if are_replicas else f"it is for ranks that each hold the whole state (DDP), and this is {kind}"
+    return None if are_replicas else f"it is for ranks that hold what others hold, too (DDP, HSDP), and this is {kind}"
 
 
 def shards_of(modules: Iterable[torch.nn.Module], world_size: int) -> list[int] | None:
     """Return which shard of the modules each rank holds (HSDP); None if it is not seen, or each rank has its own."""
-    every = [parameter for module in modules for parameter in module.parameters()]
+    every = parameters_of(modules)
     parameters = [parameter for parameter in every if isinstance(parameter, DTensor)]
     if not parameters or len(parameters) < len(every):
         return None
@@ -241,6 +243,47 @@ class BufferCopies:
     def have_changed(self) -> bool:
         """Whether there are any that training changes."""
         return bool(self._copies)
+
+
+class LiveWeights:
+    """The weights of a rank, and whether they are still those of the last noted step.
+
+    Args:
+        modules: That are trained.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._parameters = parameters_of(modules)
+        self._buffers = BufferCopies(modules)
+        self._noted: int | None = None
+        #: The first noted step with the weights of the last one.
+        self.since = 0
+
+    @property
+    def versions(self) -> int:
+        """A number that changes with the weights."""
+        return _versions(self._parameters)
+
+    @property
+    def have_buffers(self) -> bool:
+        """Whether there are buffers that training changes."""
+        return self._buffers.have_changed
+
+    def note(self, number: int) -> None:
+        """A step has been noted, with this number."""
+        versions = self.versions
+        if self._buffers.take() or versions != self._noted:
+            self.since = number
+        self._noted = versions
+
+    @property
+    def are_noted(self) -> bool:
+        """Whether they are those of the last noted step."""
+        return self.versions == self._noted
+
+    def put_back(self) -> bool:
+        """Undo the changes of buffers since the last noted step; return whether that is possible."""
+        return self._buffers.put_back()
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> int:

@@ -142,7 +142,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         rehearse: Whether the first ``fit`` of a new run first runs the script again, in separate processes, and reports
             whether resumes are exact, as ``ckpt rehearse`` does. If one is not, it warns and trains. ``"strict"``: it
             raises instead.
-        just_in_time: Whether, when a rank dies under DDP, another rank saves ``just-in-time-step=N.ckpt``, so that the
+        just_in_time: Whether, when a rank dies under DDP or HSDP, others save ``just-in-time-step=N.ckpt``, so that the
             restart repeats at most one step. A number: for how many seconds survivors wait for each other (15).
 
     Raises:

@@ -31,6 +31,7 @@ EXPORTED = {
         "NO_PLACE",
         "WAIT_SECONDS",
         "BufferCopies",
+        "LiveWeights",
         "Rescue",
         "Survivors",
         "ignoring_signals",

@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--launcher", choices=LAUNCHERS, default="fork")
     parser.add_argument("--json", help="a file that gets a line with all that was found")
     parser.add_argument("--just-in-time", action="store_true", help="kill one rank at a time; the others save")
+    parser.add_argument("--shards", type=int, default=1, help="of the model, each on several ranks (Lightning, HSDP)")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="unattended-"))
     print(f"{options.framework}, {options.ranks} ranks, {options.launcher}: files are in {directory}", flush=True)
@@ -38,6 +39,7 @@ def main() -> int:
         launcher=options.launcher,
         ranks=options.ranks,
         just_in_time=options.just_in_time,
+        shards=options.shards,
     )
     if options.json:
         with open(options.json, "a") as file:

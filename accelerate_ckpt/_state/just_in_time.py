@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 import sys
 from typing import Any
@@ -20,12 +18,12 @@ from accelerate_ckpt._state.session import Session, live_sessions
 from ckpt_core.errors import RankFailedError
 from ckpt_core.paths import is_remote
 from ckpt_core.process.at_exit import call_after_threads
-from ckpt_core.separate import LocalTensor, SeparateSaves, local_tensor
+from ckpt_core.separate import RescueSave
 from ckpt_core.state.kinds import Kind, Part, indexed, saved_buffers
 from ckpt_core.state.rng import RngState
 from ckpt_core.survivors import (
     NO_PLACE,
-    BufferCopies,
+    LiveWeights,
     Rescue,
     Survivors,
     ignoring_signals,
@@ -146,10 +144,8 @@ class JustInTime:
         self._directory = directory_of_run(session) if session.saves_alone is None else session.saves_alone.directory
         shards = _shards_of(session)
         self.survivors = Survivors(self._directory, session.rank, session.world_size, session.run_id, wait, shards)
-        # FSDP puts others in their place while it gathers
-        self._parameters = [parameter for model in session.accelerator._models for parameter in model.parameters()]
-        self._buffers = BufferCopies(session.accelerator._models)
-        self._versions = self._step = self._since = 0
+        self._weights = LiveWeights(session.accelerator._models)
+        self._step = 0
         self._is_over = False
         self._not_exact: list[str] = []
         _kept[:] = [session.accelerator]
@@ -184,10 +180,8 @@ class JustInTime:
         if session.window_is_open or session.local_sgd.active or session.uneven:
             return
         self.survivors.note(self._state())
-        versions = self._parameter_versions()
-        if self._buffers.take() or versions != self._versions:
-            self._since = self.survivors.last
-        self._versions, self._step = versions, session.step
+        self._weights.note(self.survivors.last)
+        self._step = session.step
 
     def _state(self) -> dict[str, Any]:
         session = self._session
@@ -253,7 +247,7 @@ class JustInTime:
                     self.survivors.leave()
                     return
                 self._session.checkpointer.drain(timeout=_DRAIN_SECONDS)
-                self.survivors.rescue(self._held(), self._save, self._write, max(1, self._since))
+                self.survivors.rescue(self._held(), self._save, self._write, self._weights.since)
             except Exception:
                 log.exception("could not save a checkpoint after a rank had died: resume from the last one")
 
@@ -263,72 +257,32 @@ class JustInTime:
             self.note()
             self._not_exact = [_CUT]
             return self.survivors.last if self.survivors.last > noted else None
-        is_unchanged = noted > 0 and self._parameter_versions() == self._versions
-        return noted if is_unchanged and self._buffers.put_back() else None
+        return noted if self._weights.are_noted and self._weights.put_back() else None
 
-    def _parameter_versions(self) -> int:
-        return sum(parameter._version for parameter in self._parameters)
-
-    def _place(self, rescue: Rescue) -> tuple[str, str, SeparateSaves]:
+    def _place(self, rescue: Rescue) -> tuple[str, RescueSave]:
         session, alone = self._session, self._session.saves_alone
         target = target_of_run(session) if alone is None else alone.target()
-        save_id = hashlib.sha256(f"{session.run_id}-{rescue.number}".encode()).hexdigest()[:32]  # the same on all
-        return target, save_id, SeparateSaves(self._directory, storage_options=session.config.storage_options)
+        options = session.config.storage_options
+        return target, RescueSave(rescue, target, rank=session.rank, session=session.run_id, storage_options=options)
 
     def _write(self, rescue: Rescue) -> dict[str, Any]:
         """Write the files of the ranks for which this one writes; return where, and what is in them."""
         session, alone = self._session, self._session.saves_alone
-        target, save_id, saves = self._place(rescue)
+        target, together = self._place(rescue)
         if alone is not None and session.checkpointer.exists(target):
             return {}  # was saved at the end of this step
-        saves.begin(target, save_id)
-        try:
-            reports = {
-                rank: saves.write(
-                    self._parts(rescue, rank),
-                    target,
-                    save_id,
-                    rank=rank,
-                    world_size=session.world_size,
-                    suffix=f"-{save_id}" if saves.is_remote else "",  # where they are written to their final place
-                    local=functools.partial(self._local, rescue.writers, rank),
-                    write_files=alone.write_files if alone is not None and rank == 0 else None,
-                )
-                for rank, writer in enumerate(rescue.writers)
-                if writer == session.rank
-            }
-        except BaseException:
-            saves.discard(target, save_id)
-            raise
-        return {"target": target, "reports": reports}
-
-    def _local(self, writers: list[int], rank: int, key: str, tensor: torch.Tensor) -> LocalTensor:
-        """Return what is written for a rank of a tensor of which each rank has its shard."""
-        mine, world_size = self._session.rank, self._session.world_size
-        is_mine = rank == mine and (type(tensor) is not torch.Tensor or mine == min(writers))  # others are on all ranks
-        found = local_tensor(tensor, key=key, rank=mine, world_size=world_size, replicated=True)
-        return found if is_mine else found._replace(pieces=(), holders=())
+        return together.write(
+            lambda rank: self._parts(rescue, rank), write_files=None if alone is None else alone.write_files
+        )
 
     def _save(self, rescue: Rescue) -> None:
         session = self._session
-        target, save_id, saves = self._place(rescue)
+        target, together = self._place(rescue)
         if not rescue.written[0]:
             return
-        reports = {rank: report for written in rescue.written for rank, report in written["reports"].items()}
         metadata = metadata_of(session, target)
         metadata[FORMAT]["not_exact"] += [*rescue.notes(session.rank, "own", "custom"), *self._not_exact]
-        try:
-            if any(written["target"] != target for written in rescue.written):
-                raise RankFailedError(
-                    "the ranks are not at the same step",
-                    path=target,
-                    remedy="start the run again: it resumes from the last checkpoint",
-                )
-            ordered = [reports[rank] for rank in range(session.world_size)]
-            saves.commit(ordered, target, save_id, metadata=metadata, step=session.step)
-        except BaseException:
-            saves.discard(target, save_id)
-            raise
+        together.commit(metadata=metadata, step=session.step)
         log.warning("a rank was lost: rank %d saved step %d in %s", session.rank, session.step, target)
 
     def _parts(self, rescue: Rescue, rank: int) -> list[Part]:

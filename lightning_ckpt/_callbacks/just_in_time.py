@@ -1,7 +1,8 @@
-"""When a rank dies under DDP, one of the others saves what all of them held (:mod:`ckpt_core.survivors`)."""
+"""When a rank dies under DDP or HSDP, others save what it held, too (:mod:`ckpt_core.survivors`)."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import uuid
 from collections.abc import Callable
@@ -9,11 +10,22 @@ from typing import Any
 
 from ckpt_core import Checkpointer
 from ckpt_core.paths import is_remote
-from ckpt_core.state.kinds import join_ranks
-from ckpt_core.survivors import NO_PLACE, BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
+from ckpt_core.separate import RescueSave
+from ckpt_core.state.kinds import frozen_parameters, join_ranks
+from ckpt_core.state.trainer_parts import metadata_of, parts_of
+from ckpt_core.survivors import (
+    NO_PLACE,
+    LiveWeights,
+    Rescue,
+    Survivors,
+    ignoring_signals,
+    shards_of,
+    why_not_replicas,
+)
 from lightning_ckpt._exact.state import ExactState
 from lightning_ckpt._private.boundaries import NO_EXCEPTIONS, forks_or_spawns
 from lightning_ckpt._private.loops import model_averaging, whole_checkpoint
+from lightning_ckpt._routing.trainer import is_routed
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
 log = logging.getLogger(__name__)
@@ -30,11 +42,12 @@ class JustInTime:
     ) -> None:
         self._trainer, self._state = trainer, state
         self._directory, self._storage_options = directory, storage_options
-        session = trainer.strategy.broadcast(uuid.uuid4().hex)
-        self._survivors = Survivors(directory, trainer.global_rank, trainer.world_size, session, wait_seconds)
-        self._buffers = BufferCopies([trainer.lightning_module])
-        self._versions = 0
-        self._versions_at_start: int | None = self._parameter_versions()
+        self._session = trainer.strategy.broadcast(uuid.uuid4().hex)
+        ranks, self._shards = (trainer.global_rank, trainer.world_size), _shards_of(trainer)
+        self._survivors = Survivors(directory, *ranks, self._session, wait_seconds, self._shards)
+        self._weights = LiveWeights([trainer.lightning_module])
+        self._versions_at_start: int | None = self._weights.versions
+        self._metadata: dict[str, Any] = {}
         state.at_moment = self._note
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, ShardedCheckpointIO):
@@ -50,6 +63,9 @@ class JustInTime:
         if averager is not None or hook_state:
             return "with a state in the communication hook of DDP, each rank has weights or errors of its own"
         bases = {cls.__name__ for cls in type(strategy).__mro__}
+        if "ModelParallelStrategy" in bases and _shards_of(trainer) is not None:
+            is_possible = is_routed(strategy, strategy.checkpoint_io)
+            return None if is_possible else f"with {type(strategy).__name__}, it needs ShardedCheckpointIO"
         are_replicas = "DDPStrategy" in bases and not bases & {"DeepSpeedStrategy", "XLAStrategy"}
         modules = [trainer.lightning_module]
         return why_not_replicas(type(strategy).__name__, modules, trainer.optimizers, are_replicas=are_replicas)
@@ -76,7 +92,7 @@ class JustInTime:
 
     def _note(self) -> None:
         if self._versions_at_start is not None:
-            if self._parameter_versions() == self._versions_at_start:  # what it was resumed from is saved already
+            if self._weights.versions == self._versions_at_start:  # what it was resumed from is saved already
                 own = self._state.capture_alone(is_start=True)
                 if own is not None:
                     self._survivors.note_start(own)
@@ -85,16 +101,12 @@ class JustInTime:
         own = self._state.capture_alone()
         if own is not None:
             self._survivors.note(own)
-            self._versions = self._parameter_versions()
-            self._buffers.take()
+            self._weights.note(self._survivors.last)
 
     def backward_begins(self) -> None:
         """The gradients will be exchanged: note what the step has drawn and logged."""
-        if self._trainer.strategy.model.require_backward_grad_sync:
+        if getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
             self._survivors.note_exchange(*self._state.capture_step())
-
-    def _parameter_versions(self) -> int:
-        return sum(parameter._version for parameter in self._trainer.lightning_module.parameters())
 
     # ---- when something has failed -----------------------------------------------------------------------------------
 
@@ -108,7 +120,9 @@ class JustInTime:
                 self._survivors.leave()
                 return None
             path = path_of(self._trainer.global_step)
-            saved = self._survivors.rescue(self._held(), lambda rescue: self._save(rescue, path))
+            save = functools.partial(self._save, path=path)
+            write = functools.partial(self._write, path=path) if self._shards is not None else None
+            saved = self._survivors.rescue(self._held(), save, write, self._weights.since)
             return path if saved else None
 
     def _held(self) -> int | None:
@@ -117,32 +131,57 @@ class JustInTime:
         Between two steps, callbacks may have counted what they must not count again: that is a state of its own.
         """
         noted = self._survivors.last
-        is_unchanged = noted > 0 and self._parameter_versions() == self._versions
+        are_unchanged = self._weights.are_noted
         if not self._state.is_in_progress:
             self._note()
             if self._survivors.last > noted:
                 return self._survivors.last
-        return noted if is_unchanged and self._buffers.put_back() else None
+        return noted if are_unchanged and self._weights.put_back() else None
 
-    def _save(self, rescue: Rescue, path: str) -> None:
+    def _checkpoint(self, rescue: Rescue) -> dict[str, Any]:
         trainer = self._trainer
+        rank_of_rest = rescue.writers[0]
         notes = {note for rank in rescue.ranks for note in rank["notes"]}
         notes |= set(rescue.notes(trainer.global_rank, "per_rank"))
-        if trainer.global_rank and self._buffers.have_changed:
-            notes.add(f"rank 0 was lost, and all ranks continue with the buffers of rank {trainer.global_rank}")
+        if self._weights.have_buffers and (rank_of_rest or self._shards is not None):
+            lost = "rank 0 was lost, and " if rank_of_rest else ""
+            notes.add(f"{lost}all ranks continue with the buffers of rank {rank_of_rest}")
         mine = rescue.ranks[trainer.global_rank]["replicated"]
         for rank, own in enumerate(rescue.ranks):
             if any(own["replicated"][name] != mine[name] for name in ("phase", "progress")):
                 notes.add(f"rank {rank} was lost at another point of the step than rank {trainer.global_rank}")
+        if rescue.number < self._survivors.last:  # whose callbacks have counted since
+            notes.add(f"rank {trainer.global_rank} had come further than the point that is saved")
         common = {"world_size": trainer.world_size, "notes": sorted(notes), "post_local_sgd": {}}
-        replicated = {**mine, **common}
         self._state.joined = join_ranks(
-            replicated, [rescue.own_of(rank, "per_rank") for rank in range(trainer.world_size)]
+            {**mine, **common}, [rescue.own_of(rank, "per_rank") for rank in range(trainer.world_size)]
         )
-        checkpointer = Checkpointer(strategy="sync", storage_options=self._storage_options)
         try:
-            checkpointer.save(whole_checkpoint(trainer), path)
+            return whole_checkpoint(trainer)
         finally:
-            checkpointer.close()
             self._state.joined = None
+
+    def _together(self, rescue: Rescue, path: str) -> RescueSave:
+        options = {"session": self._session, "storage_options": self._storage_options}
+        return RescueSave(rescue, path, rank=self._trainer.global_rank, **options)
+
+    def _write(self, rescue: Rescue, path: str) -> dict[str, Any]:
+        """Write the files of the ranks for which this one writes."""
+        checkpoint, module = self._checkpoint(rescue), self._trainer.lightning_module
+        self._metadata = metadata_of(checkpoint)
+        about = {"buffers": {name for name, _ in module.named_buffers()}, "frozen": frozen_parameters(module)}
+        return self._together(rescue, path).write(lambda rank: parts_of(checkpoint, rank=rank, **about))
+
+    def _save(self, rescue: Rescue, path: str) -> None:
+        trainer = self._trainer
+        if self._shards is not None:
+            self._together(rescue, path).commit(metadata=self._metadata, step=trainer.global_step)
+        else:
+            with Checkpointer(strategy="sync", storage_options=self._storage_options) as checkpointer:
+                checkpointer.save(self._checkpoint(rescue), path)
         log.warning("a rank was lost: rank %d saved step %d in %s", trainer.global_rank, trainer.global_step, path)
+
+
+def _shards_of(trainer: Any) -> list[int] | None:
+    """Return which shard each rank holds, where others hold the same ones (HSDP)."""
+    return shards_of([trainer.lightning_module], trainer.world_size)

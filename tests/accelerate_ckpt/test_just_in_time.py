@@ -245,8 +245,8 @@ def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> N
     assert one == []
     (text,) = zero
     assert text == (
-        "just_in_time will save nothing if a rank dies: it is for ranks that each hold the whole state (DDP), and this "
-        "is FSDP; the next start resumes from the last checkpoint"
+        "just_in_time will save nothing if a rank dies: it is for ranks that hold what others hold, too (DDP, "
+        "HSDP), and this is FSDP; the next start resumes from the last checkpoint"
     )
 
 

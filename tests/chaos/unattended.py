@@ -39,6 +39,7 @@ GRACE_SECONDS = 30.0  # torchrun's
 HANG_SECONDS = 300.0  # without a note of any rank
 SIGNALS = ("SIGTERM", "SIGUSR1")
 _JUST_IN_TIME = "just-in-time"  # a file in the directory of a run in which survivors save
+_SHARDS = "shards"  # a file there: the number in which the ranks divide the model
 #: When an interruption comes: at the n-th such note of rank 0 in a start. "start" is any time from its beginning on.
 MOMENTS = ("start", "resume", "step", "window", "validation", "epoch", "save")
 
@@ -101,13 +102,20 @@ def _network() -> Any:
 def _train_lightning(directory: Path, rank: int, ranks: int, note: _Notes) -> None:
     import lightning.pytorch as pl
     import torch
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
-    from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
+    from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layers = _network()
+
+        def configure_model(self) -> None:
+            for layer in (self.layers[0], self.layers[2]) if shards > 1 else ():
+                fully_shard(layer, mesh=self.device_mesh)
 
         def training_step(self, batch: Any, index: int) -> Any:
             note.step(self.current_epoch * BATCHES + index)
@@ -132,19 +140,25 @@ def _train_lightning(directory: Path, rank: int, ranks: int, note: _Notes) -> No
         val_dataloader = train_dataloader
 
     pl.seed_everything(1, verbose=False)
-    strategy, environment = _lightning_under_ray() if "ray.train" in sys.modules else ("ddp", [])
+    model = Model()
+    shards = int((directory / _SHARDS).read_text())
+    strategy: Any = "ddp" if shards == 1 else ModelParallelStrategy(ranks // shards, shards)
+    plugins: list[Any] = [AsyncCheckpointIO() if shards == 1 else ShardedCheckpointIO()]
+    if "ray.train" in sys.modules:
+        strategy, environment = _lightning_under_ray()
+        plugins += environment
     callback = ResumableCheckpoint(
         directory / "saved", every_n_train_steps=SAVE_EVERY // 2, save_top_k=2, monitor="step", mode="max",
         resume="auto", preempt=",".join(SIGNALS), just_in_time=_saves_just_in_time(directory, rank),
     )  # fmt: skip
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_steps=STEPS // 2, max_epochs=-1, callbacks=[callback],
-        plugins=[AsyncCheckpointIO(), *environment], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        plugins=plugins, logger=False, enable_progress_bar=False, enable_model_summary=False,
         limit_val_batches=4, val_check_interval=6, accumulate_grad_batches=2, default_root_dir=directory,
     )  # fmt: skip
-    model = Model()
     trainer.fit(model)
-    _end(directory, trainer.global_rank, model.parameters())
+    weights = (value.full_tensor() if isinstance(value, DTensor) else value for value in model.parameters())
+    _end(directory, trainer.global_rank, weights)
 
 
 def _lightning_under_ray() -> tuple[Any, list[Any]]:
@@ -444,9 +458,10 @@ def _started(framework: str, directory: Path, ranks: int, launcher: str, last: F
 class _Run:
     """A training, started until it has ended."""
 
-    def __init__(self, directory: Path, ranks: int, just_in_time: bool) -> None:
+    def __init__(self, directory: Path, ranks: int, just_in_time: bool, shards: int) -> None:
         self.directory, self.ranks = directory, ranks
         directory.mkdir(parents=True)
+        (directory / _SHARDS).write_text(str(shards))
         if just_in_time:
             (directory / _JUST_IN_TIME).touch()
         self._changed = (time.monotonic(), -1)
@@ -522,6 +537,7 @@ def campaign(
     launcher: str = "fork",
     ranks: int = 2,
     just_in_time: bool = False,
+    shards: int = 1,
 ) -> Any:
     """Interrupt runs so many times; return what came of it.
 
@@ -533,6 +549,7 @@ def campaign(
         launcher: One of ``LAUNCHERS``.
         ranks: Processes of each run.
         just_in_time: Kill one rank at a time, in a step, and let the others save.
+        shards: In how many the ranks of Lightning divide the model, each on several ranks (HSDP).
 
     Returns:
         A dictionary: interruptions, runs, hangs, runs with other bits of which no resume or one has warned, ranks that
@@ -541,14 +558,14 @@ def campaign(
     for module in FRAMEWORKS[framework] if launcher == "fork" else []:
         importlib.import_module(module)
     chance = random.Random(seed)
-    expected = _whole(framework, _Run(directory / "whole", ranks, just_in_time), launcher)
+    expected = _whole(framework, _Run(directory / "whole", ranks, just_in_time, shards), launcher)
     found: dict[str, Any] = {"interruptions": 0, "runs": 0, "hangs": [], "different": []}
     found |= {"warned": [], "killed_after_grace": [], "costly": []}  # the last: just in time, more than one step
     lost: dict[str, list[int]] = collections.defaultdict(list)
     moments: dict[str, list[int]] = collections.defaultdict(list)
     statuses: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     while found["interruptions"] < interruptions:
-        run = _Run(directory / f"run{found['runs']}", ranks, just_in_time)
+        run = _Run(directory / f"run{found['runs']}", ranks, just_in_time, shards)
         found["runs"] += 1
         job: ForkedJob | None = None
         before: list[tuple[str, str, int]] = []  # what has interrupted since the last step: kind, moment, steps done

@@ -11,12 +11,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_core.errors import StorageError
-from ckpt_core.survivors import BufferCopies, Rescue, Survivors, _follow, wait_seconds_of, why_not_replicas
+from ckpt_core.survivors import (
+    BufferCopies,
+    LiveWeights,
+    Rescue,
+    Survivors,
+    _follow,
+    shards_of,
+    wait_seconds_of,
+    why_not_replicas,
+)
 
 RANKS = """
     import json, os, pathlib, signal, sys, time
@@ -208,7 +219,7 @@ def _alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_alone")
 def test_only_ranks_that_hold_the_whole_state_save_for_others() -> None:
-    model, words = torch.nn.Linear(2, 2), "it is for ranks that each hold the whole state (DDP), and this is "
+    model, words = torch.nn.Linear(2, 2), "it is for ranks that hold what others hold, too (DDP, HSDP), and this is "
     plain, zero = torch.optim.SGD(model.parameters()), ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
     assert why_not_replicas("DDP", [model], [plain], are_replicas=True) is None
     assert why_not_replicas("FSDP", [model], [plain], are_replicas=False) == f"{words}FSDP"
@@ -219,6 +230,51 @@ def test_only_ranks_that_hold_the_whole_state_save_for_others() -> None:
         why_not_replicas("DDP", [model, sharded], [plain], are_replicas=True)
         == f"{words}a model of distributed tensors"
     )
+
+
+@pytest.fixture
+def _four() -> Iterator[None]:
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_four")
+def test_ranks_hold_the_same_shard_where_a_mesh_replicates() -> None:
+    names = ("replicas", "shards")
+    model = torch.nn.Linear(4, 4)
+    assert shards_of([model], 4) is None, "no distributed tensors"
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+    assert shards_of([model], 4) == [0, 1, 0, 1]
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert not any(isinstance(each, DTensor) for each in model.parameters()), "an evaluation leaves whole ones there"
+    assert shards_of([model], 4) == [0, 1, 0, 1]
+    assert shards_of([model, torch.nn.Linear(4, 4)], 4) is None, "which is not known to be the same on all"
+    assert shards_of([model], 8) is None, "a mesh of some ranks only"
+    assert shards_of([fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))], 4) is None
+    other = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names)
+    neighbours = fully_shard(torch.nn.Linear(4, 4), mesh=turned)
+    assert shards_of([neighbours], 4) == [0, 0, 1, 1]
+    assert shards_of([neighbours, fully_shard(torch.nn.Linear(4, 4), mesh=other)], 4) is None
+
+
+def test_weights_are_noted_until_they_change() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    weights = LiveWeights([model])
+    assert not weights.are_noted
+    for number in (4, 5):  # such as before a validation and after it
+        weights.note(number)
+        assert (weights.are_noted, weights.since) == (True, 4)
+    model(torch.randn(4, 2))
+    assert weights.are_noted and not weights.have_buffers
+    assert not weights.put_back(), "as they were at the start"
+    weights.note(6)
+    assert weights.since == 6 and weights.have_buffers and weights.put_back()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert not weights.are_noted
 
 
 WAITING = """

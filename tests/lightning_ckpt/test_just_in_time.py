@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_core import verify
 from lightning_ckpt import ResumableCheckpoint
@@ -118,6 +122,26 @@ def test_a_save_in_which_a_rank_dies_is_given_up_at_once(job: Job, tmp_path: Pat
     assert [each.name for each in (tmp_path / "saved").iterdir()] == ["just-in-time-step=4.ckpt"] * survivors_save
 
 
+# ranks 0 and 2 hold one half of each tensor, ranks 1 and 3 the other
+HSDP: dict[str, Any] = {"ranks": 4, "shards": 2, "io": "ShardedCheckpointIO", "options": {"val": True}}
+HSDP["trainer"] = {"num_sanity_val_steps": 2, "val_check_interval": 3}
+
+
+def test_survivors_of_hsdp_save_a_shard_each(job: Job, tmp_path: Path) -> None:
+    signals = [[rank, "SIGKILL", BACKWARD, 7] for rank in (0, 3)]
+    resumed = check_resumes(job, tmp_path, 6, **HSDP, signals=signals, killed=[0, 3])
+    assert [result["warnings"] for result in resumed] == [[]] * 4
+    assert (tmp_path / "saved" / "just-in-time-step=6.ckpt").is_dir()
+
+
+def test_a_shard_that_nobody_holds_is_said_and_the_last_checkpoint_taken(job: Job, tmp_path: Path) -> None:
+    spec = {"settings": {**SETTINGS, "every_n_train_steps": 3}, **HSDP}
+    signals = [[rank, "SIGKILL", BACKWARD, 5] for rank in (1, 3)]
+    job.run(tmp_path, "first", **spec, signals=signals, killed=[1, 3])
+    assert "no surviving rank holds a complete state" in (tmp_path / "first.0.log").read_text()
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=3.ckpt"]
+
+
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "rank 1 of 3, between steps": (6, {"signals": [[1, "SIGKILL", START, 6]], "killed": [1], "ranks": 3}),
     "rank 0 of 3 has an error of its own": (6, {"signals": [[0, "raise", START, 6]], "ranks": 3}),
@@ -141,6 +165,27 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "sharded, after a save": (
         6,
         {"signals": [[1, "SIGKILL", BACKWARD, 6]], "killed": [1], "io": "ShardedCheckpointIO"},
+    ),
+    **{
+        f"rank {rank} of HSDP": (6, {**HSDP, "signals": [[rank, "SIGKILL", BACKWARD, 6]], "killed": [rank]})
+        for rank in (0, 1)
+    },
+    "rank 1 of HSDP, in a save": (
+        3,
+        {
+            **HSDP,
+            "settings": {**SETTINGS, "every_n_train_steps": 3, "monitor": "step", "mode": "max", "save_top_k": 2},
+            "signals": [[1, "SIGKILL", "on_save_checkpoint", 1]],
+            "killed": [1],
+        },
+    ),
+    "rank 2 of HSDP, in a validation": (
+        3,
+        {**HSDP, "signals": [[2, "SIGKILL", "on_validation_batch_start", 2]], "killed": [2]},
+    ),
+    "rank 3 of HSDP, before its step": (
+        5,
+        {**HSDP, "signals": [[3, "SIGKILL", "on_before_optimizer_step", 5]], "killed": [3]},
     ),
     "in a validation": (
         4,
@@ -190,11 +235,26 @@ def test_the_option_makes_sense() -> None:
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy])
 def test_strategies_whose_ranks_hold_parts_are_refused(strategy: type) -> None:
     trainer = SimpleNamespace(  # DeepSpeed is not installed, and FSDP asks for a GPU
-        strategy=strategy.__new__(strategy), lightning_module=BoringModel(), optimizers=[]
+        strategy=strategy.__new__(strategy), lightning_module=BoringModel(), optimizers=[], world_size=2
     )
     problem = JustInTime.problem_of(trainer)
-    words = f"it is for ranks that each hold the whole state (DDP), and this is {strategy.__name__}"
+    words = f"it is for ranks that hold what others hold, too (DDP, HSDP), and this is {strategy.__name__}"
     assert problem == (None if strategy is DDPStrategy else words)
+
+
+@pytest.fixture
+def _four() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_four")
+def test_shards_that_no_plugin_writes_are_refused() -> None:
+    model, strategy = BoringModel(), ModelParallelStrategy(save_distributed_checkpoint=False)
+    fully_shard(model.layer, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel")))
+    trainer = SimpleNamespace(strategy=strategy, lightning_module=model, optimizers=[], world_size=4)
+    assert JustInTime.problem_of(trainer) == "with ModelParallelStrategy, it needs ShardedCheckpointIO"
 
 
 FORKED = """
