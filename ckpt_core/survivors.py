@@ -240,6 +240,11 @@ class BufferCopies:
         return True
 
     @property
+    def changed(self) -> list[torch.Tensor]:
+        """Those that training changes."""
+        return [buffer for index in self._copies for buffer in self._groups[index]]
+
+    @property
     def have_changed(self) -> bool:
         """Whether there are any that training changes."""
         return bool(self._copies)
@@ -265,9 +270,9 @@ class LiveWeights:
         return _versions(self._parameters)
 
     @property
-    def have_buffers(self) -> bool:
-        """Whether there are buffers that training changes."""
-        return self._buffers.have_changed
+    def buffers(self) -> list[torch.Tensor]:
+        """Those that training changes."""
+        return self._buffers.changed
 
     def note(self, number: int) -> None:
         """A step has been noted, with this number."""

@@ -100,13 +100,23 @@ class JustInTime:
             self._versions_at_start = None
         own = self._state.capture_alone()
         if own is not None:
+            self._weights.note(self._survivors.last + 1)
+            own["per_rank"]["buffers"] = self._own_buffers()
             self._survivors.note(own)
-            self._weights.note(self._survivors.last)
 
     def backward_begins(self) -> None:
         """The gradients will be exchanged: note what the step has drawn and logged."""
         if getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
-            self._survivors.note_exchange(*self._state.capture_step())
+            first, *others = self._state.capture_step()
+            first["per_rank"]["buffers"] = self._own_buffers()
+            self._survivors.note_exchange(first, *others)
+
+    def _own_buffers(self) -> dict[str, Any]:
+        """Return the buffers that training changes, where each rank has others."""
+        if self._shards is None:
+            return {}
+        changed = {id(buffer) for buffer in self._weights.buffers}
+        return {name: each for name, each in self._trainer.lightning_module.named_buffers() if id(each) in changed}
 
     # ---- when something has failed -----------------------------------------------------------------------------------
 
@@ -143,9 +153,8 @@ class JustInTime:
         rank_of_rest = rescue.writers[0]
         notes = {note for rank in rescue.ranks for note in rank["notes"]}
         notes |= set(rescue.notes(trainer.global_rank, "per_rank"))
-        if self._weights.have_buffers and (rank_of_rest or self._shards is not None):
-            lost = "rank 0 was lost, and " if rank_of_rest else ""
-            notes.add(f"{lost}all ranks continue with the buffers of rank {rank_of_rest}")
+        if rank_of_rest and self._weights.buffers and self._shards is None:
+            notes.add(f"rank 0 was lost, and all ranks continue with the buffers of rank {rank_of_rest}")
         mine = rescue.ranks[trainer.global_rank]["replicated"]
         for rank, own in enumerate(rescue.ranks):
             if any(own["replicated"][name] != mine[name] for name in ("phase", "progress")):

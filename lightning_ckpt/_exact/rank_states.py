@@ -12,16 +12,15 @@ from ckpt_core.state.kinds import Kind
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.loaders import TrainingData
 
-# beside the gradients, and no name that a parameter can have
-_POST_LOCAL_SGD = "post-localSGD/"
+# beside the gradients, and no names that a parameter can have
+_APART = {"post_local_sgd": "post-localSGD/", "buffers": "buffers/"}
 
 
 def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest."""
     large = dict(mine["gradients"])
-    if mine["post_local_sgd"]:
-        large[_POST_LOCAL_SGD] = mine["post_local_sgd"]
-    return large, {**mine, "gradients": {}, "post_local_sgd": {}}
+    large |= {key: mine[name] for name, key in _APART.items() if mine[name]}
+    return large, {**mine, "gradients": {}, **{name: {} for name in _APART}}
 
 
 def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, Any]:
@@ -30,8 +29,8 @@ def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, An
     for rank, saved in apart.items():
         if rank < len(ranks) and ranks[rank] is not None:
             gradients = dict(saved)
-            own = gradients.pop(_POST_LOCAL_SGD, {})
-            ranks[rank] = {**ranks[rank], "gradients": gradients, "post_local_sgd": own}
+            own = {name: gradients.pop(key, {}) for name, key in _APART.items()}
+            ranks[rank] = {**ranks[rank], "gradients": gradients, **own}
     return {**state, Kind.PER_RANK.value: ranks}
 
 

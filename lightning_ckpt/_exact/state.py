@@ -417,6 +417,7 @@ class ExactState(Live):
         mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
         if not mine:
             return
+        mine["per_rank"] = {**mine["per_rank"], "buffers": self._own_buffers(checkpoint.get("state_dict", {}))}
         if is_routed(self._trainer.strategy):
             checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
         counters = self._post_local_sgd.counters()
@@ -433,6 +434,12 @@ class ExactState(Live):
             per_rank = [None if r is None else r["per_rank"] for r in ranks]
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
+
+    def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the buffers of a rank that has others than rank 0, such as BatchNorm's statistics without DDP."""
+        if self._trainer.is_global_zero or getattr(self._trainer.strategy.model, "broadcast_buffers", False):
+            return {}
+        return {name: weights[name] for name, _ in self._trainer.lightning_module.named_buffers() if name in weights}
 
     @functools.cached_property
     def _goes_back_to(self) -> str:
@@ -563,6 +570,7 @@ class ExactState(Live):
                 "attributes": made,
                 "data": data,
                 "metrics": metrics.encode(self._internals),
+                "buffers": {},
                 "gradients": self._gradients(batches, in_epoch),
                 "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
                 "validation": self._validation_generators(looks=looks),
@@ -746,6 +754,10 @@ class ExactState(Live):
         self._counters.resumed(shared["phase"])
         restore_metrics(self._internals, module, mine["metrics"])
         self._look_again()
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in mine.get("buffers", {}):
+                    buffer.copy_(mine["buffers"][name])
         self._restore_gradients(module, mine["gradients"])
         self._users.generators.look()
         self._users.generators.restore_generators(mine.get("generators", {}))

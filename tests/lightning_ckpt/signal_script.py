@@ -61,10 +61,14 @@ class Stages(Model):
 
 
 class Sharded(Stages):
-    """Has each shard on two ranks (HSDP)."""
+    """Is divided over ranks, and may have each shard on two (HSDP); has statistics that differ between ranks."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.net.insert(1, torch.nn.BatchNorm1d(8))
 
     def configure_model(self) -> None:
-        for layer in (self.net[0], self.net[2], self.other):
+        for layer in (*self.net[:2], self.net[3], self.other):
             if not isinstance(layer, FSDPModule):
                 fully_shard(layer, mesh=self.device_mesh)
 

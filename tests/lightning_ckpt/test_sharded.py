@@ -14,6 +14,7 @@ from ckpt_core import DirectoryCheckpointer
 from ckpt_core.cli import main
 from tests.lightning_ckpt.features import SAVES_LAST_AT_EPOCH_END, needs_weight_averaging
 from tests.lightning_ckpt.sharded_runs import Runs, assert_same_tensors, parts_at
+from tests.lightning_ckpt.signal_ranks import Job
 from tests.support.damage import flip_bit
 
 KINDS = ("ddp", "mp", "fsdp")
@@ -291,6 +292,14 @@ def test_open_accumulation_window_goes_on(runs: Runs, tmp_path: Path, kind: str)
     assert all(gradient.numel() and gradient.any() for gradient in gradients[0].values())
     if kind == "mp":
         assert {g.shape for rank in gradients for g in rank.values()} == {(8, 8), (7, 8), (8,), (7,), (2, 15), (1, 15)}
+
+
+def test_each_rank_of_fsdp_continues_with_its_own_statistics(job: Job, tmp_path: Path) -> None:
+    spec = {"shards": 2, "io": "ShardedCheckpointIO", "settings": {"every_n_train_steps": 5}, "own_generators": True}
+    whole = job.run(tmp_path, "whole", **spec)
+    resumed = job.run(tmp_path, "resumed", **spec, resume=str(tmp_path / "saved" / "step=5.ckpt"), seed=77)
+    for found, expected in zip(resumed, whole, strict=True):
+        assert (found["weights"], found["warnings"]) == (expected["weights"], [])
 
 
 def test_open_window_that_is_not_kept_is_told(runs: Runs, tmp_path: Path) -> None:
