@@ -55,8 +55,18 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 
 def frozen_parameters(model: torch.nn.Module) -> frozenset[str]:
     """Return the names of the parameters that need no gradient, as the model and its wrapped modules know them."""
-    found = [name for name, value in model.named_parameters(remove_duplicate=False) if not value.requires_grad]
-    return frozenset([*found, *(_WRAPPERS.sub("", name).removeprefix("module.") for name in found)])
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(_by_all_names((name, value) for name, value in named if not value.requires_grad))
+
+
+def buffers_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of a model, by the names that it and its wrapped modules have for them."""
+    return _by_all_names(model.named_buffers(remove_duplicate=False))
+
+
+def _by_all_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    found = dict(named)
+    return {**found, **{_WRAPPERS.sub("", name).removeprefix("module."): value for name, value in found.items()}}
 
 
 def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_core import Checkpointer
 from ckpt_core.paths import is_remote
 from ckpt_core.separate import RescueSave
-from ckpt_core.state.kinds import frozen_parameters, join_ranks
+from ckpt_core.state.kinds import buffers_by_name, frozen_parameters, join_ranks
 from ckpt_core.state.trainer_parts import metadata_of, parts_of
 from ckpt_core.survivors import (
     NO_PLACE,
@@ -116,7 +116,8 @@ class JustInTime:
         if self._shards is None:
             return {}
         changed = {id(buffer) for buffer in self._weights.buffers}
-        return {name: each for name, each in self._trainer.lightning_module.named_buffers() if id(each) in changed}
+        own = buffers_by_name(self._trainer.lightning_module)
+        return {name: each for name, each in own.items() if id(each) in changed}
 
     # ---- when something has failed -----------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class JustInTime:
         """Write the files of the ranks for which this one writes."""
         checkpoint, module = self._checkpoint(rescue), self._trainer.lightning_module
         self._metadata = metadata_of(checkpoint)
-        about = {"buffers": {name for name, _ in module.named_buffers()}, "frozen": frozen_parameters(module)}
+        about = {"buffers": buffers_by_name(module), "frozen": frozen_parameters(module)}
         return self._together(rescue, path).write(lambda rank: parts_of(checkpoint, rank=rank, **about))
 
     def _save(self, rescue: Rescue, path: str) -> None:

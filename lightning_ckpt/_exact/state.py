@@ -32,7 +32,7 @@ from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.ddp import rebuild_ddp_buckets, unsaved_hook_states
 from ckpt_core.state.fast_pickle import Noted
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
-from ckpt_core.state.kinds import Kind, join_ranks, parameters_of, state_of_rank
+from ckpt_core.state.kinds import Kind, buffers_by_name, join_ranks, parameters_of, state_of_rank
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
@@ -439,7 +439,7 @@ class ExactState(Live):
         """Return the buffers of a rank that has others than rank 0, such as BatchNorm's statistics without DDP."""
         if self._trainer.is_global_zero or getattr(self._trainer.strategy.model, "broadcast_buffers", False):
             return {}
-        return {name: weights[name] for name, _ in self._trainer.lightning_module.named_buffers() if name in weights}
+        return {name: weights[name] for name in buffers_by_name(self._trainer.lightning_module) if name in weights}
 
     @functools.cached_property
     def _goes_back_to(self) -> str:
@@ -755,8 +755,8 @@ class ExactState(Live):
         restore_metrics(self._internals, module, mine["metrics"])
         self._look_again()
         with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in mine.get("buffers", {}):
+            for name, buffer in buffers_by_name(module).items() if mine.get("buffers") else ():
+                if name in mine["buffers"]:
                     buffer.copy_(mine["buffers"][name])
         self._restore_gradients(module, mine["gradients"])
         self._users.generators.look()

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ckpt_core import Kind, Part, RankGroup
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StateMismatchError
 from ckpt_core.interchange import check_dcp, is_stock_distributed
-from ckpt_core.state.kinds import frozen_parameters
+from ckpt_core.state.kinds import buffers_by_name, frozen_parameters
 from ckpt_core.state.trainer_parts import is_of_trainer
 from lightning_ckpt._private.loops import given_to
 from lightning_ckpt._routing.trainer import (
@@ -128,7 +128,7 @@ def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a model: each rank has updated its own, and DDP continues with those of rank 0."""
     if not isinstance(value, nn.Module):
         return {}
-    names = {name.removeprefix("module.") for name, _ in value.named_buffers()}
+    names = buffers_by_name(value)
     return {name: item for name, item in found.items() if name.removeprefix("module.") in names}
 
 

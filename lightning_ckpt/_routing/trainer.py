@@ -23,7 +23,7 @@ from ckpt_core import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.ranks import raise_together
-from ckpt_core.state.kinds import frozen_parameters
+from ckpt_core.state.kinds import buffers_by_name, frozen_parameters
 from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.loops import gathers_on_one_rank
 from lightning_ckpt._private.replacing import Live, replace, wrap
@@ -106,7 +106,7 @@ def _replace_methods(trainer: Any, strategy: Any, plugin: Any) -> None:
     ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
     plugin.connect(
         ranks,
-        lambda: {name for name, _ in trainer.lightning_module.named_buffers()},
+        lambda: buffers_by_name(trainer.lightning_module),
         lambda: frozen_parameters(trainer.lightning_module),
     )
     load = functools.partial(_load, trainer, plugin)

@@ -33,6 +33,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lightning_ckpt
@@ -65,7 +66,7 @@ class Sharded(Stages):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
-        self.net.insert(1, torch.nn.BatchNorm1d(8))
+        self.net.insert(1, checkpoint_wrapper(torch.nn.BatchNorm1d(8)))
 
     def configure_model(self) -> None:
         for layer in (*self.net[:2], self.net[3], self.other):
@@ -93,6 +94,14 @@ class Signals(pl.Callback):
                 time.sleep(0.5 if what.endswith(" and wait") else 0.0)  # until threads know of it
 
         setattr(self, hook, call)
+
+
+class OwnGenerators(pl.Callback):
+    """Gives each rank its own random numbers, after the strategy has given all the same."""
+
+    def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(trainer.global_rank)
 
 
 class NotingMeeting(Meeting):
@@ -147,11 +156,9 @@ def main(spec: dict[str, Any], rank: int) -> None:
     if is_sharded:
         replicas = spec["ranks"] // spec["shards"]
         strategy = ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=spec["shards"])
-    if spec.get("own_generators"):
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(rank)
     signals = [Signals(*rest) for target, *rest in spec.get("signals", []) if target == rank]
     callbacks: list[Any] = [*signals, Patience(signals)]
+    callbacks += [OwnGenerators()] if spec.get("own_generators") else []
     callbacks += [pl.callbacks.LearningRateFinder(**spec["finder"])] if "finder" in spec else []
     callbacks += callback_of(spec.get("callback", "ours"), directory, spec.get("settings", {}))
     plugins: list[Any] = []
