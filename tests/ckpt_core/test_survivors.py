@@ -91,7 +91,7 @@ def test_a_process_of_an_earlier_start_that_ends_late_is_not_the_rank_of_now(tmp
     processes = {}
     for session in ("stopped for hours", "now"):
         told, theirs = fork.Pipe()
-        process = fork.Process(target=_take_part, args=(saved, session, theirs))
+        process = fork.Process(target=_take_part, args=(saved, session, theirs), daemon=True)
         process.start()
         assert told.recv() == "began"
         processes[session] = process, told
