@@ -903,12 +903,13 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        directory = os.fspath(self.dirpath or "")
-        if directory and os.fspath(trainer.ckpt_path or "").startswith(f"{directory.rstrip('/')}/"):
+        directory, resumed = os.fspath(self.dirpath or ""), os.fspath(trainer.ckpt_path or "")
+        place = os.path.dirname(resumed) if is_remote(resumed) else os.path.realpath(os.path.dirname(resumed))
+        if directory and f"{place}/".startswith(f"{directory.rstrip('/')}/"):
             # not a run that begins in a new directory with a checkpoint of another one
             self._has_moved = follow(checkpoint.get("callbacks", {}).get(self.state_key), directory)
         if trainer.state.fn == "fit":
-            self._resumed = point_of(os.fspath(trainer.ckpt_path or ""), checkpoint)
+            self._resumed = point_of(resumed, checkpoint)
         self._resumes = True
         if self._state is not None and trainer.state.fn == "fit":
             self._resumes = self._state.load(checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_the_best_ones_of_a_run_move_with_its_directory(tmp_path: Path, plugin: 
     saved = (tmp_path / "saved").rename(tmp_path / "moved")
     inside = (saved / filename).parent
     assert steps_in(inside) == [2, 3]
-    callback = fit(saved, plugin(), 5, **RANKED, filename=filename, ckpt_path="last")
+    callback = fit(saved, plugin(), 5, **RANKED, filename=filename, ckpt_path=os.path.relpath(saved / "last.ckpt"))
     assert steps_in(inside) == [3, 4]
     callback = fit(saved, plugin(), 9, **RANKED, filename=filename, ckpt_path="last")
     assert steps_in(inside) == [3, 4]
