@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
@@ -27,10 +28,10 @@ _SECONDS_WITHOUT_A_WORD = 3.0  # in which most uploads end
 class Uploader:
     """Brings the remote tier to where the local one is, checkpoint by checkpoint, on a thread of its own.
 
-    A listener: each commit that it hears of is uploaded. Uploads run in the order of the commits. One that fails is
-    tried again before the next; a checkpoint that is removed before its turn is not uploaded. What the remote tier is
-    to remove goes when all uploads asked for before have succeeded, so that it always has the newest checkpoint that it
-    ever had. ``queue`` has what is under way, and the failures.
+    A listener: each commit that it hears of is uploaded. Uploads run in the order of the commits. The oldest that has
+    failed is tried again before the next; a checkpoint that is removed before its turn is not uploaded. What the remote
+    tier is to remove goes when all uploads asked for before have succeeded, so that it always has the newest checkpoint
+    that it ever had. ``queue`` has what is under way, and the failures.
     """
 
     def __init__(
@@ -58,14 +59,20 @@ class Uploader:
         return self._sender.uploaded_in(directory)
 
     def upload(self, path: str) -> None:
-        """Upload the checkpoint at ``path`` when those before are over; returns at once."""
+        """Upload the checkpoint at ``path`` when those before are over; returns at once.
+
+        Of those that have failed, the oldest is tried again; the others when the store has taken one.
+        """
         local = self._tiers.local_path(path)
         with self._lock:
             self.resume(path)
-            waiting = {job.path for job in self.queue.waiting() if job.is_pending}
-            for each in (*(unsent for unsent in self._unsent if unsent != local), local):
-                if each not in waiting:
-                    self._submit(self._upload_of(each))
+            self._submit_unless_waiting([*itertools.islice(self._unsent, 1), local])
+
+    def _submit_unless_waiting(self, paths: Iterable[str]) -> None:
+        waiting = {job.path for job in self.queue.waiting() if job.is_pending}
+        for each in dict.fromkeys(paths):
+            if each not in waiting:
+                self._submit(self._upload_of(each))
 
     def resume(self, path: str) -> None:
         """Upload, once for each directory, what earlier processes have committed next to ``path`` and not uploaded.
@@ -153,6 +160,7 @@ class Uploader:
         size = self._sender.send(path, say)
         with self._lock:
             self._unsent.pop(path, None)
+            self._submit_unless_waiting(self._unsent)
             withheld, self._withheld = ([], self._withheld) if self._unsent else (self._withheld, [])
         if size is not None:
             seconds = time.perf_counter() - started

@@ -343,6 +343,22 @@ def test_what_is_left_is_uploaded_although_the_clock_was_ahead_when_it_was_saved
     assert setting.names_there() == ["1", "2"]
 
 
+def test_while_the_store_is_down_each_save_tries_again_only_one_upload(setting: Setting) -> None:
+    is_down = threading.Event()
+    is_down.set()
+    setting.store(Fault(lambda operation: is_down.is_set() and operation.name == "write_at", None, REFUSES))
+    with setting.run(on_error="warn") as run:
+        for step in range(6):
+            setting.layout.save(run, setting.here(step), step)
+            until(lambda step=step: run.failures == 2 * step + 1 and not run.is_busy)
+        is_down.clear()
+        setting.layout.save(run, setting.here(6), 6)
+        until(lambda: len(setting.names_there()) == 7)
+    assert run.failures == 11
+    assert setting.uploaded() == ["0", "6", "1", "2", "3", "4", "5"]
+    assert [setting.value_there(step) for step in range(7)] == list(range(7))
+
+
 def test_a_failed_upload_is_raised_once(setting: Setting) -> None:
     setting.store(Fault(writes_of("0"), number=1, error=REFUSES))
     run = setting.run()
