@@ -117,6 +117,9 @@ def _train_lightning(directory: Path, rank: int, ranks: int, note: _Notes) -> No
             for layer in (self.layers[0], self.layers[2]) if shards > 1 else ():
                 fully_shard(layer, mesh=self.device_mesh)
 
+        def on_fit_start(self) -> None:
+            _saves_just_in_time(directory, rank)  # the strategy has given all ranks the same generators
+
         def training_step(self, batch: Any, index: int) -> Any:
             note.step(self.current_epoch * BATCHES + index)
             return self.layers(batch[0]).pow(2).mean()
