@@ -27,12 +27,14 @@ help:
 
 venv: $(READY)
 
-# torch comes first and alone: where it cannot be had, that is the error to see.
+# torch comes first and alone: where it cannot be had, that is the error to see. pip would compile on one core; a file
+# that a package has for another Python is no error.
 $(READY): pyproject.toml constraints.txt
 	rm -rf *.egg-info
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[test,lint]'
+	$(BIN)/python -m pip install --quiet --quiet --no-compile --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --quiet --no-compile --constraint constraints.txt --editable '.[test,lint]'
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 demo: $(READY)
