@@ -32,7 +32,14 @@ from hypothesis import settings
 from ckpt_core import commit_time
 from tests.support.accelerators import CUDA, SIMULATED, Accelerator, CudaAccelerator, SimulatedAccelerator
 from tests.support.descendants import kill_all, new_mark
-from tests.support.fork_server import ForkServer
+from tests.support.fork_server import (  # noqa: F401 - tests import them from here
+    ACCELERATE,
+    CORE,
+    LIGHTNING,
+    RUN_FILE,
+    ForkServer,
+    ForkServers,
+)
 from tests.support.own_process import ChildReports, OwnProcesses
 from tests.support.ports import free_port
 
@@ -41,11 +48,6 @@ SMALL_FILESYSTEM_BYTES = 8 * 2**20
 THREAD_GRACE_SECONDS = 60.0
 #: How long a script may take. That is for those that hang: a busy machine must not fail a test.
 HANG_SECONDS = 280.0
-#: What scripts of the core and of the plugins import.
-CORE = ("torch._dynamo", "ckpt_core.checkpointer", "ckpt_core.directory", "ckpt_core.listeners", "ckpt_core.catalog")
-LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
-ACCELERATE = ("torch._dynamo", "accelerate", "accelerate_ckpt._attach")
-_RUN_FILE = "import runpy, sys; sys.argv[0] = {0!r}; runpy.run_path({0!r}, run_name='__main__')"
 
 # A shell that runs the tests in the background ignores the first for them, and nohup the second.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -305,21 +307,23 @@ def run_script(tmp_path: Path) -> ScriptRunner:
 
 
 @pytest.fixture(scope="session")
-def _fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[tuple[str, ...]], ForkServer]]:
+def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServers]:
+    """The processes to fork from, each of which has imported some modules."""
     servers: dict[tuple[str, ...], ForkServer] = {}
 
     def get(modules: tuple[str, ...]) -> ForkServer:
         if modules not in servers:
-            servers[modules] = ForkServer(tmp_path_factory.mktemp("scripts"), modules, _script_environment({}))
+            parent = None if modules == CORE else get(CORE)
+            servers[modules] = ForkServer(tmp_path_factory.mktemp("scripts"), modules, _script_environment({}), parent)
         return servers[modules]
 
     yield get
-    for server in servers.values():
+    for server in reversed(servers.values()):
         server.close()
 
 
 @pytest.fixture
-def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkServer]) -> ScriptRunner:
+def fork_script(tmp_path: Path, fork_servers: ForkServers) -> ScriptRunner:
     """``run_script`` for code that may be forked from a process that has imported for it, which saves seconds.
 
     ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=280, check=True)``: ``modules``
@@ -338,8 +342,8 @@ def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkS
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         words = [str(arg) for arg in args]
-        code = textwrap.dedent(script) if isinstance(script, str) else _RUN_FILE.format(str(script))
-        outcome = _fork_servers(modules).run(
+        code = textwrap.dedent(script) if isinstance(script, str) else RUN_FILE.format(str(script))
+        outcome = fork_servers(modules).run(
             code,
             words,
             cwd=cwd or tmp_path,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import functools
+import json
 import os
 import socket
 import threading
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ScriptRunner
+from tests.conftest import CORE, ScriptRunner
+from tests.support.fork_server import ForkServers
 from tests.support.ports import free_port
+from tests.support.script_server import ScriptServer
 
 pytest_plugins = ["pytester"]
 
@@ -27,8 +31,10 @@ def test_a_small_filesystem_runs_full(small_filesystem: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
-@pytest.fixture(params=["run_script", "fork_script"])
+@pytest.fixture(params=["run_script", "fork_script", "fork of a fork"])
 def any_script(request: pytest.FixtureRequest) -> ScriptRunner:
+    if request.param == "fork of a fork":
+        return functools.partial(request.getfixturevalue("fork_script"), modules=("wave",))
     return request.getfixturevalue(request.param)
 
 
@@ -70,6 +76,37 @@ def test_a_forked_script_finds_nothing_of_the_one_before(fork_script: ScriptRunn
     code = "import os, sys, torch; print(hasattr(torch, 'of_mine'), os.environ.get('MINE'), 'x' in globals())"
     fork_script(code + "; torch.of_mine = 1; x = 1", env={"MINE": "1"})
     assert fork_script(code).stdout == "False None False\n"
+
+
+def test_a_script_answers_until_it_is_closed_with_its_children(fork_servers: ForkServers, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import json, os, sys, time
+
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(600)
+for line in sys.stdin:
+    print(json.dumps([json.loads(line), child, os.getcwd()]), flush=True)
+"""
+    )
+    server = ScriptServer(fork_servers(CORE), script, tmp_path)
+    (said, child, folder), again = (server.ask({"number": number}) for number in range(2))
+    assert (said["number"], again[0]["number"], folder) == (0, 1, str(tmp_path))
+    server.close()
+    assert _is_gone(child)
+
+
+def test_a_script_that_ends_without_an_answer_is_not_waited_for(fork_servers: ForkServers, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("input(); raise LookupError('no answer')")
+    server = ScriptServer(fork_servers(CORE), script, tmp_path)
+    with pytest.raises(json.JSONDecodeError):
+        server.ask({})
+    server.close()
+    assert (tmp_path / "log").read_text().endswith("LookupError: no answer\n")
 
 
 def test_a_script_that_hangs_is_killed_with_its_children(any_script: ScriptRunner, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 
 from tests.lightning_ckpt.exact_cases import Model, SaveAt, make_trainer, outcome
-from tests.support.forking import fork_rank, get_ready, rank_variables
+from tests.support.forking import fork_rank, rank_variables
 
 
 def die(saved: Path) -> None:
@@ -82,5 +82,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    get_ready()
     serve()

@@ -26,7 +26,7 @@ import lightning_ckpt
 from ckpt_core.process import awaited_paths
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
-from tests.support.forking import fork_rank, get_ready, rank_variables
+from tests.support.forking import fork_rank, rank_variables
 
 
 class Opens(Callback):
@@ -135,5 +135,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    get_ready()
     serve()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ckpt_core import DirectoryCheckpointer
+from tests.support.fork_server import LIGHTNING, ForkServers
 from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
 
@@ -20,9 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class Runs(ScriptServer):
     """A clean process that forks the ranks of each run."""
-
-    def __init__(self, directory: Path, script: Path = SCRIPT) -> None:
-        super().__init__(script, directory)
 
     def run(self, directory: Path, name: str, *, ranks: int = 2, fails: bool = False, **spec: Any) -> list[Any]:
         """Train; what each rank wrote, None for one that was killed.
@@ -62,8 +60,8 @@ class Runs(ScriptServer):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    started = Runs(tmp_path_factory.mktemp("runs"))
+def runs(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Iterator[Runs]:
+    started = Runs(fork_servers(LIGHTNING), SCRIPT, tmp_path_factory.mktemp("runs"))
     yield started
     started.close()
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO
 from tests.lightning_ckpt.sharded_faults import SetInBatch, faulty_storage
-from tests.support.forking import fork_rank, get_ready, rank_variables
+from tests.support.forking import fork_rank, rank_variables
 from tests.support.seen import seen_by
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
@@ -370,5 +370,4 @@ def _runs(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    get_ready()
     serve()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fork_server import LIGHTNING, ForkServers
 from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
 
@@ -39,7 +40,7 @@ class Job(ScriptServer):
 
 
 @pytest.fixture(scope="session")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    started = Job(SCRIPT, tmp_path_factory.mktemp("job"))
+def job(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Iterator[Job]:
+    started = Job(fork_servers(LIGHTNING), SCRIPT, tmp_path_factory.mktemp("job"))
     yield started
     started.close()

@@ -43,7 +43,7 @@ from lightning_ckpt import ResumableCheckpoint, _preemption
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
 from tests.lightning_ckpt.failure_script import wait_for
-from tests.support.forking import fork_rank, get_ready, rank_variables
+from tests.support.forking import fork_rank, rank_variables
 
 
 class Stages(Model):
@@ -234,5 +234,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    get_ready()
     serve()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fork_server import LIGHTNING, ForkServers
 from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
 
@@ -95,8 +96,8 @@ class Zygote(ScriptServer):
 
 
 @pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    started = Zygote(SCRIPT, tmp_path_factory.mktemp("zygote"))
+def zygote(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Iterator[Zygote]:
+    started = Zygote(fork_servers(LIGHTNING), SCRIPT, tmp_path_factory.mktemp("zygote"))
     yield started
     started.close()
 

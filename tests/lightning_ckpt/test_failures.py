@@ -30,6 +30,7 @@ from tests.lightning_ckpt.reliable_cases import (
     names,
     trainer_of,
 )
+from tests.support.fork_server import LIGHTNING, ForkServers
 from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
 
@@ -341,8 +342,8 @@ class Ranks(ScriptServer):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(SCRIPT, tmp_path_factory.mktemp("ranks"))
+def ranks(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Iterator[Ranks]:
+    started = Ranks(fork_servers(LIGHTNING), SCRIPT, tmp_path_factory.mktemp("ranks"))
     yield started
     started.close()
 

@@ -13,14 +13,16 @@ import torch
 
 from ckpt_core import DirectoryCheckpointer
 from tests.lightning_ckpt.sharded_runs import Runs
+from tests.support.fork_server import LIGHTNING, ForkServers
 
 STEPS = 14  # weights are averaged after steps 4, 8 and 12
 BETWEEN = 6
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("log"), Path(__file__).with_name("local_sgd_script.py"))
+def runs(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Iterator[Runs]:
+    script = Path(__file__).with_name("local_sgd_script.py")
+    runs = Runs(fork_servers(LIGHTNING), script, tmp_path_factory.mktemp("log"))
     yield runs
     runs.close()
 

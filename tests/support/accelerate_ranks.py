@@ -1,8 +1,8 @@
 """Runs Accelerate on several real processes for a test, and tells what each of them found.
 
-One fresh interpreter imports torch and Accelerate once, and then forks a process per rank for every case; all of them
-run the same piece of code over gloo. A rank says what it found with ``tell(name=value)``; what it raised is told too.
-Nothing is judged by an exit status: gloo now and then aborts a process that has done all its work.
+A process that has imported torch and Accelerate forks one per rank for every case; all of them run the same piece of
+code over gloo. A rank says what it found with ``tell(name=value)``; what it raised is told too. Nothing is judged by an
+exit status: gloo now and then aborts a process that has done all its work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.forking import get_ready
+from tests.support.fork_server import ACCELERATE, ForkServers
 from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
 
@@ -78,9 +78,9 @@ class Ranks(ScriptServer):
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Iterator[Ranks]:
     """Real ranks, for tests that import this fixture."""
-    found = Ranks(Path(__file__), tmp_path_factory.mktemp("ranks"))
+    found = Ranks(fork_servers(ACCELERATE), Path(__file__), tmp_path_factory.mktemp("ranks"))
     yield found
     found.close()
 
@@ -180,12 +180,7 @@ def _left_after(seconds: float, children: set[int]) -> set[int]:
 
 
 def main() -> None:
-    """Import once; then run the cases that are asked for, one a line."""
-    import torch._dynamo  # noqa: F401 - which DDP imports otherwise, in every rank
-
-    import accelerate_ckpt._attach  # noqa: F401 - once for all ranks
-
-    get_ready()
+    """Run the cases that are asked for, one a line."""
     for line in sys.stdin:
         print(json.dumps(_run_case(json.loads(line), os.getcwd())), flush=True)
 

@@ -18,13 +18,18 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from tests.support.forking import get_ready
 
+#: What scripts of the core and of the plugins import.
+CORE = ("torch._dynamo", "ckpt_core.checkpointer", "ckpt_core.directory", "ckpt_core.listeners", "ckpt_core.catalog")
+LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
+ACCELERATE = ("torch._dynamo", "torchdata.stateful_dataloader", "accelerate", "accelerate_ckpt._attach")
 GRACE_SECONDS = 10.0  # for the other processes when one has failed
+RUN_FILE = "import runpy, sys; sys.argv[0] = {0!r}; runpy.run_path({0!r}, run_name='__main__')"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,27 @@ class Outcome:
     stderr: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A script that answers.
+
+    Attributes:
+        process: Its number, and that of its group.
+        stdin: What it reads.
+        stdout: What it writes.
+    """
+
+    process: int
+    stdin: IO[str]
+    stdout: IO[str]
+
+    def end(self) -> None:
+        """Kill its process group."""
+        os.killpg(self.process, signal.SIGKILL)
+        self.stdin.close()
+        self.stdout.close()
+
+
 class ForkServer:
     """The process to fork from.
 
@@ -51,12 +77,23 @@ class ForkServer:
         directory: For what the scripts write.
         modules: What to import.
         environment: Of the process.
+        parent: What the process is forked from itself, which has imported some of it.
     """
 
-    def __init__(self, directory: Path, modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        modules: tuple[str, ...],
+        environment: Mapping[str, str],
+        parent: ForkServer | None = None,
+    ) -> None:
         self._directory = directory
         self._count = 0
-        self._process = subprocess.Popen(
+        self._process: subprocess.Popen[str] | None = None
+        if parent is not None:
+            self._server = parent.start(Path(__file__), directory / "log", environment, modules)
+            return
+        self._process = process = subprocess.Popen(
             [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -65,12 +102,13 @@ class ForkServer:
             text=True,
             start_new_session=True,
         )
+        assert process.stdin is not None and process.stdout is not None
+        self._server = Started(process.pid, process.stdin, process.stdout)
 
     def run(
         self, code: str, args: list[str], *, cwd: Path, environments: Sequence[Mapping[str, str]], timeout: float
     ) -> Outcome:
         """Run code as ``python -c`` would, in a process for each environment; all that they started is killed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._count += 1
         outputs = [
             [self._directory / f"{self._count}.{rank}.{name}" for rank in range(len(environments))]
@@ -85,34 +123,69 @@ class ForkServer:
             "timeout": timeout,
             "outputs": list(zip(*([str(path) for path in paths] for paths in outputs), strict=True)),
         }
-        print(json.dumps(spec), file=self._process.stdin, flush=True)
-        number = 0
-        while number != self._count:  # a test that was interrupted has left its answer
-            number, statuses, timed_out = json.loads(self._process.stdout.readline())
+        statuses, timed_out = self._ask(spec)
         status = next((status for status in statuses if status), 0)
         return Outcome(status, timed_out, *("".join(path.read_text() for path in paths) for paths in outputs))
 
+    def start(self, script: Path, log: Path, environment: Mapping[str, str], args: Sequence[str] = ()) -> Started:
+        """Begin a script that answers on its standard output to what it reads, in the folder of its log.
+
+        Whoever started it ends it, with its process group.
+        """
+        self._count += 1
+        pipes = [self._directory / f"{self._count}.{name}" for name in ("stdin", "stdout")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        spec = {
+            "number": self._count,
+            "script": str(script),
+            "args": list(args),
+            "environment": dict(environment),
+            "files": [str(path) for path in (*pipes, log)],
+        }
+        (process,) = self._ask(spec)
+        return Started(process, pipes[0].open("w", encoding="utf-8"), pipes[1].open(encoding="utf-8"))
+
+    def _ask(self, spec: dict[str, Any]) -> list[Any]:
+        print(json.dumps(spec), file=self._server.stdin, flush=True)
+        number = 0
+        while number != self._count:  # a test that was interrupted has left its answer
+            number, *answer = json.loads(self._server.stdout.readline())
+        return answer
+
     def close(self) -> None:
         """End the process."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        self._server.end()
+        if self._process is not None:
+            self._process.wait()
 
 
-def _run(code: str, args: list[str], cwd: str, environment: dict[str, str], outputs: list[str]) -> NoReturn:
+ForkServers = Callable[[tuple[str, ...]], ForkServer]
+
+
+def _become(args: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> dict[str, Any]:
+    """Be another process, whose standard streams are files; the names of its ``__main__``."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, path in enumerate(files):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDONLY
+        opened = os.open(path, flags)
+        os.dup2(opened, descriptor)
+        os.close(opened)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = ["-c", *args]
     sys.path[:1] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    return vars(main)
+
+
+def _run(code: str, args: list[str], cwd: str, environment: dict[str, str], outputs: list[str]) -> NoReturn:
+    names = _become(args, cwd, environment, [os.devnull, *outputs])
     status = 0
     try:
-        exec(compile(code, "<script>", "exec"), vars(main))  # noqa: S102 - the test's own code
+        exec(compile(code, "<script>", "exec"), names)  # noqa: S102 - the test's own code
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if not isinstance(error.code, int | None):
@@ -157,13 +230,23 @@ def _serve(spec: dict[str, Any]) -> tuple[int, list[int], bool]:
     return spec["number"], statuses, timed_out and not failed
 
 
+def _start(spec: dict[str, Any]) -> tuple[int, int]:
+    child = os.fork()
+    if child == 0:
+        names = _become(spec["args"], os.path.dirname(spec["files"][2]), spec["environment"], spec["files"])
+        exec(RUN_FILE.format(spec["script"]), names)  # noqa: S102 - forked ranks may end as interpreters do
+        os._exit(0)
+    return spec["number"], child
+
+
 def main() -> None:
     """Import; then run the scripts that are asked for, one a line."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
     get_ready()
     for line in sys.stdin:
-        print(json.dumps(_serve(json.loads(line))), flush=True)
+        spec = json.loads(line)
+        print(json.dumps(_start(spec) if "script" in spec else _serve(spec)), flush=True)
 
 
 if __name__ == "__main__":
