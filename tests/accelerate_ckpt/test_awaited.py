@@ -11,11 +11,11 @@ import pytest
 SCRIPT = Path(__file__).with_name("awaited_script.py")
 
 
-def found_by(run_script: Any, out: Path, *launcher: str) -> dict[str, Any]:
+def found_by(fork_script: Any, out: Path, *launcher: str) -> dict[str, Any]:
     code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     if launcher:
         code = "import runpy, sys; runpy.run_module('accelerate_ckpt', run_name='__main__', alter_sys=True)"
-    result = run_script(code, *launcher, SCRIPT, out, env={"ACCELERATE_USE_CPU": "true"})
+    result = fork_script(code, *launcher, SCRIPT, out, env={"ACCELERATE_USE_CPU": "true"})
     return dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
 
 
@@ -26,10 +26,10 @@ def by_stock() -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["async", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_script_finds_what_it_finds_with_stock(
-    run_script: Any, tmp_path: Path, strategy: str, by_stock: dict[str, Any]
+    fork_script: Any, tmp_path: Path, strategy: str, by_stock: dict[str, Any]
 ) -> None:
     if not by_stock:  # once for all strategies
-        by_stock.update(found_by(run_script, tmp_path / "stock"))
+        by_stock.update(found_by(fork_script, tmp_path / "stock"))
     assert len(by_stock) > 30
     assert not [case for case, found in by_stock.items() if str(found).endswith("Error")]
-    assert found_by(run_script, tmp_path / "ours", "--strategy", strategy) == by_stock
+    assert found_by(fork_script, tmp_path / "ours", "--strategy", strategy) == by_stock

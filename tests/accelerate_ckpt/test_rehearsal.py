@@ -13,6 +13,8 @@ from tests.conftest import ACCELERATE, ScriptRunner
 
 SCRIPT = Path(__file__).with_name("rehearsed_script.py")
 TRAINER = Path(__file__).with_name("rehearsed_trainer.py")
+#: What it imports, which takes longer than its training.
+OF_TRAINER = ("transformers.trainer", "torch.utils.tensorboard", "accelerate_ckpt.integrations.transformers")
 
 
 @pytest.fixture
@@ -21,7 +23,8 @@ def forked(fork_script: ScriptRunner, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(self: object, words: list[str], output: str, plan: Plan) -> int:
         script, *arguments = words[1:]
-        told = {"modules": ACCELERATE, "env": {**plan.variables(), "ACCELERATE_USE_CPU": "true"}, "check": False}
+        modules = (*ACCELERATE, *OF_TRAINER) if script == str(TRAINER) else ACCELERATE
+        told = {"modules": modules, "env": {**plan.variables(), "ACCELERATE_USE_CPU": "true"}, "check": False}
         done = fork_script(Path(script), *arguments, ranks=plan.ranks, **told)
         Path(output).write_text(done.stdout + done.stderr, encoding="utf-8")
         return done.returncode

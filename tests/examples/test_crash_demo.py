@@ -35,9 +35,11 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load
 
 
-@pytest.mark.timeout(900)  # three trainings of two processes each
-def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    command = [sys.executable, str(DEMO / "run.py"), "--output", str(tmp_path), *SHORT_DEMO.split()]
+@pytest.mark.timeout(900)  # three trainings, each with several processes
+@pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_killed_run_ends_with_the_same_bits(tmp_path: Path, devices: str) -> None:
+    arguments = [*SHORT_DEMO.split(), "--devices", devices]
+    command = [sys.executable, str(DEMO / "run.py"), "--output", str(tmp_path), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
     demo = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert demo.returncode == 0, demo.stdout + demo.stderr
