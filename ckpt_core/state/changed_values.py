@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckpt_core.digest import digest_of_parts
-from ckpt_core.state.object_walk import Found, is_generator, reach, sample
+from ckpt_core.state.object_walk import Found, is_generator, is_plain, reach, sample
 
 _WHOLE_BYTES = 1 << 18
 _LOOKED_AT_BYTES = 1 << 22  # of the arrays in one value: a data set's may be a list of a million
@@ -26,6 +26,9 @@ _CAPTURED_BYTES = 64 << 20
 _CAPTURED_ITEMS = 1 << 18
 _PACKED_ITEMS = 64
 _COMPARED_DATA = 64  # values of one object
+_FEW = (int, float)
+_CONTAINERS = (list, dict, deque)
+_COUNTS = (*_FEW, np.generic, np.ndarray, torch.Tensor, *_CONTAINERS)
 _SMALL_ITEMS, _SMALL_BYTES = 1 << 10, 1 << 16
 # what is kept to be faster, and what a library keeps for a state_dict of its own
 _NO_STATE = ("cache", "state_dict")
@@ -154,6 +157,10 @@ class PlainState:
         # the values themselves are kept, too: a list that was changed in place is the same list
         self._known = {f.path: (fingerprint(f.value), _reference(f.value)) for f in self._found()}
         self._scalars = {f.path: f.value for f in self._found() if type(f.value) in _SCALARS}
+        self._others: dict[int, set[Any]] = {}
+        for holder in (f.holder for f in self._found()):
+            if isinstance(holder, dict) and id(holder) not in self._others:
+                self._others[id(holder)] = _others_in(holder)
         data = [f.path for f in self._found() if _is_data(f.value) and not _is_no_state(f.path, *_NOT_FILLED)]
         self._data = {path: self._known[path][0] for path in data[:_COMPARED_DATA]}
 
@@ -165,6 +172,14 @@ class PlainState:
     def data(self, but: Collection[str] = ()) -> dict[str, str]:
         """Return the digests of the arrays, tensors and lists of numbers that the object began with, ``but`` some."""
         return {path: digest for path, digest in self._data.items() if path not in but}
+
+    def has_opened(self, found: Found) -> bool:
+        """Return whether a flag, count or name may be of what its object holds now, and no other process has.
+
+        That is an open file, or anything else that is not plain, where there was nothing.
+        """
+        known = self._others.get(id(found.holder))
+        return type(found.value) in _SCALARS and known is not None and not _others_in(found.holder) <= known
 
     def _is_known(self, found: Found) -> bool:
         # most attributes are numbers that never change
@@ -205,9 +220,10 @@ class PlainState:
     def capture(self) -> tuple[dict[str, Any], list[str]]:
         """Capture the values that have changed since the beginning; also return the paths of those that cannot be.
 
-        Those are too large, or of a kind of their own.
+        Those are too large, or of a kind of their own. Flags, counts and names of an object of which not all is
+        captured are left out, too: a new process begins with none of it.
         """
-        values, left_out = {}, []
+        values, left_out, scalars, incomplete = {}, [], [], set[int]()
         for found in self._found():
             if self._is_known(found):
                 continue
@@ -218,8 +234,13 @@ class PlainState:
                 in_place = before is not None and found.value is before()
                 values[found.path] = _encoded(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])
                 values[found.path]["in_place"] = in_place
+                scalars += [found] if type(found.value) in _SCALARS else []
             except _TooMuch:
                 left_out.append(found.path)
+                incomplete.add(id(found.holder))
+        for found in scalars:
+            if id(found.holder) in incomplete or self.has_opened(found):
+                del values[found.path]
         return values, left_out
 
     def copy(self, paths: Collection[str]) -> dict[str, Any]:
@@ -265,6 +286,58 @@ class PlainState:
             else:
                 missing.append(path)
         return missing
+
+
+class Counts(PlainState):
+    """The numbers that an object carries in its attributes, as far as they are small, in a data loading worker.
+
+    Those that may be of what a worker has opened (:meth:`has_opened`) are left alone.
+    """
+
+    def begin(self) -> None:
+        """Take the numbers that are there now as those that the object began with."""
+        self._places: dict[str, tuple[Found, Any, dict[str, Any]]] = {}
+        self._others = {}
+        for found in self.in_attributes(_COUNTS):
+            is_shared = isinstance(found.value, torch.Tensor) and found.value.is_shared()  # with the other processes
+            items = len(found.value) if isinstance(found.value, _CONTAINERS) else 0
+            is_small = getattr(found.value, "nbytes", 0) <= _SMALL_BYTES and items <= _SMALL_ITEMS
+            is_count = is_small and type(found.value) is not bool and not is_shared and not _is_no_state(found.path)
+            first = small(found.value, is_kept=True) if is_count and len(self._places) < _COMPARED_DATA else None
+            if first is not None:
+                known = found.value if isinstance(found.value, _FEW) else fingerprint(found.value)
+                self._places[found.path] = found, known, {**first, "in_place": True}
+                self._others.setdefault(id(found.holder), _others_in(found.holder))
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers that have changed since this was made, for :meth:`restore`."""
+        changed = {}
+        for path, (found, known, _) in self._places.items():
+            value = found.holder.get(found.key)  # type: ignore[union-attr]
+            if known != (value if isinstance(value, _FEW) else fingerprint(value)) and not self.has_opened(found):
+                changed[path] = small(value, is_kept=True)
+        return {path: {**value, "in_place": True} for path, value in changed.items() if value is not None}
+
+    def restore(self, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> list[str]:
+        """Put captured numbers back; the others are what they were first."""
+        known = {}
+        for path, (found, _, first) in self._places.items():
+            now = found.holder.get(found.key) if isinstance(found.holder, dict) else None
+            # where there were numbers, a batch may have put generators
+            if not self.has_opened(found) and small(now, is_kept=True) is not None:
+                known[path] = values.get(path, first)
+        return super().restore(known, but)
+
+
+def _others_in(holder: Any) -> set[Any]:
+    """Return the names of what is held that is neither plain nor a generator."""
+    others = set()
+    for name, one in holder.items():
+        try:
+            others |= set() if is_plain(one) or is_generator(one) else {name}
+        except Exception:  # noqa: BLE001 - of a user's class, whatever it raises when it is looked at
+            others.add(name)
+    return others
 
 
 def small(value: Any, *, is_kept: bool = False, waits: bool = True) -> dict[str, Any] | None:

@@ -51,6 +51,11 @@ _STARTED_BEFORE = (
     "known (make a new DataLoader for each fit)"
 )
 
+_READS_ON = (
+    "a training data loader returns batches of an iterator that it had made before the fit, whose place is not known "
+    "(make the iterator in __iter__)"
+)
+
 # settings of a loader that decide what its batches are
 _COMPARED = {
     "type": "type",
@@ -142,6 +147,7 @@ class LoaderTracker:
         self._worker_batches: list[int] = [0] * self.workers
         self._throwaway_base = 0
         self._marks = 0  # of this pass
+        self._reads_on = False
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
         self._resumed_workers: list[Any] = []
@@ -253,6 +259,8 @@ class LoaderTracker:
     def mark(self) -> LoaderMark:
         """Remember where the loader is before a fetch."""
         self._marks += 1
+        if self._marks == 2:
+            self._reads_on = self.method == "skip" and _drawn(self._pass()) == 0 and not self.alive
         if self._marks > 1 and self._marks & (self._marks - 1) == 0 and self.workers == 0:
             self.carried.look()  # batches may have made generators, the first ones above all
         state = self.loader.state_dict() if self.method == "load" else None
@@ -283,12 +291,16 @@ class LoaderTracker:
         if self.method == "load":
             # the state of a pass of which nothing was taken may still be that of the end of the pass before
             state["state"] = dict(mark.state or {}) if position else self._state_before_pass
+        if self._reads_on:
+            return {**state, "problem": _READS_ON}
         return {**state, **self._states_of_workers(position)} if self.workers else state
 
     def capture_between_passes(self) -> dict[str, Any]:
         """Capture the state from which the loader begins its next pass."""
         state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
         state["state"] = self._state_between_passes()
+        if self._reads_on and self.workers:  # which have read ahead
+            return {**state, "problem": _READS_ON}
         return {**state, **self._states_of_workers(_drawn(self._pass()))} if self.persistent else state
 
     def _states_of_workers(self, batches: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ not entered.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dis
 import enum
 import functools
@@ -16,6 +17,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +85,13 @@ def set_by_libraries(kind: Any) -> frozenset[str]:
             if isinstance(function, types.FunctionType):
                 names |= {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_ATTR"}
     return frozenset(names)
+
+
+def shared_value(value: Any) -> Any:
+    """Return the number in shared memory that an object of ``multiprocessing`` or ctypes is, or some of an array."""
+    # past its lock, which a process that is gone may hold
+    inner: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
+    return list(inner[:_SAMPLE]) if isinstance(inner, ctypes.Array) else inner.value
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
@@ -230,6 +239,9 @@ def reach(
         elif is_plain(child):
             if plain and not in_functions:
                 yield Found(path, child, put)
+        elif isinstance(child, SynchronizedBase):
+            if plain and not in_functions and is_plain(value := shared_value(child)):
+                yield Found(path, value, functools.partial(_share, child))
         else:
             yield from walk(child, path, depth)
 
@@ -248,6 +260,14 @@ def _join(path: str, name: str) -> str:
 
 def _nowhere(value: Any) -> None:
     """It cannot be replaced where it is."""
+
+
+def _share(shared: Any, value: Any) -> None:
+    inner = shared.get_obj()
+    if isinstance(inner, ctypes.Array):
+        inner[: len(value)] = value
+    else:
+        inner.value = value
 
 
 def _put_member(put: Callable[[Any], None], kind: type[enum.Enum], told: Any) -> None:

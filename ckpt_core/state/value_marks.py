@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckpt_core.state.changed_values import fingerprint
 from ckpt_core.state.code_origin import is_library, is_users_file
-from ckpt_core.state.object_walk import is_generator, is_plain, slots_of
+from ckpt_core.state.object_walk import is_generator, is_plain, shared_value, slots_of
 from ckpt_core.state.rng import capture_generator
 from ckpt_core.state.samplers import RecordingSampler, handed_out
 from ckpt_core.state.variable_use import CELL, CONTAINERS, is_live, mark
@@ -213,9 +213,7 @@ class Look:
 def _kept_in(value: Any) -> Any:
     """Return the plain value that an object of a library keeps, another object as it is."""
     if isinstance(value, _SHARED):
-        # past its lock, which a process that is gone may hold
-        inner: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
-        return list(inner[:MOST_VALUES]) if isinstance(inner, ctypes.Array) else inner.value
+        return shared_value(value)
     keeps = _KEEPS.get(type(value))
     return value if keeps is None else keeps(value)
 
@@ -267,7 +265,11 @@ def children_of(value: Any) -> list[tuple[str, Any]]:
     librarys = _private_names_of_libraries(type(value))  # type: ignore[arg-type]
     found = [(name, one) for name, one in own_attributes(value) if name not in librarys]
     if isinstance(value, Dataset):  # its data is no state, and much
-        return [(name, one) for name, one in found if not isinstance(one, (*CONTAINERS, torch.Tensor))]
+        return [
+            (name, one)
+            for name, one in found
+            if not isinstance(one, (*CONTAINERS, torch.Tensor)) or (isinstance(one, dict) and NO_STATE.search(name))
+        ]
     return found
 
 

@@ -1,8 +1,9 @@
-"""The random generators of data loading workers.
+"""The random generators of data loading workers, and what they count.
 
-Each worker leaves its generators in shared memory after every batch it made. The main process, which knows how many
-batches of each worker were consumed, picks the matching record at a save; a new worker can continue from it. So
-a resume need not load the data of the past again to bring the workers' generators to where they were.
+Each worker leaves its generators, and the numbers that its copies of data set and ``collate_fn`` have changed, in
+shared memory after every batch it made. The main process, which knows how many batches of each worker were consumed,
+picks the matching record at a save; a new worker can continue from it. So a resume need not load the data of the past
+again to bring the workers to where they were.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import base64
 import io
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ckpt_core.errors import CheckpointError
+from ckpt_core.state.changed_values import Counts
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import PACKED_RNG_BYTES, pack_rng, unpack_rng
 from ckpt_core.state.stateful import Forwarding, stay_stateful
@@ -89,11 +91,26 @@ def pack_carried(carried: Carried, room: int | None = None) -> bytes:
     return packed if room is None or len(packed) <= room else _LENGTH.pack(_TOO_LONG)
 
 
-def unpack_carried(packed: bytes) -> dict[str, Any]:
-    """Undo :func:`pack_carried`."""
-    (length,) = _LENGTH.unpack_from(packed)
-    data = packed[_LENGTH.size : _LENGTH.size + length] if length != _TOO_LONG else b""
-    return dict(torch.load(io.BytesIO(data), weights_only=True)) if data else {}
+def pack_counts(counts: Mapping[str, Counts], room: int) -> bytes:
+    """Return the numbers that objects have changed as bytes, which say how many they are; none if there are more."""
+    numbers = {name: found for name, of in counts.items() if (found := of.numbers())}
+    if not numbers:
+        return b""
+    buffer = io.BytesIO()
+    torch.save(numbers, buffer)
+    packed = _LENGTH.pack(buffer.tell()) + buffer.getvalue()
+    return packed if len(packed) <= room else b""
+
+
+def unpack_carried(packed: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Undo :func:`pack_carried`, and :func:`pack_counts` of what follows it."""
+    found = []
+    for _ in range(2):
+        (length,) = _LENGTH.unpack_from(packed) if len(packed) >= _LENGTH.size else (0,)
+        length = 0 if length == _TOO_LONG else length
+        data, packed = packed[_LENGTH.size : _LENGTH.size + length], packed[_LENGTH.size + length :]
+        found.append(dict(torch.load(io.BytesIO(data), weights_only=True)) if data else {})
+    return found[0], found[1]
 
 
 def has_lost_carried(recorded: torch.Tensor, here: Carried) -> bool:
@@ -121,12 +138,15 @@ class RecordingCollate:
         self.resume = list(resume)
         self.throwaway = throwaway
         self._carried: Carried | None = None
+        self._counts: dict[str, Counts] = {}
 
-    def _carries(self) -> Carried:
+    def begin(self) -> Carried:
+        """Return what this worker carries, as it is known from the first call on."""
         if self._carried is None:
             worker = get_worker_info()
-            dataset = None if worker is None else worker.dataset
-            self._carried = Carried({"": dataset, "collate_fn": self.collate_fn}, plain=False)
+            owners = {"": None if worker is None else worker.dataset, "collate_fn": self.collate_fn}
+            self._carried = Carried(owners, plain=False)
+            self._counts = {name: Counts(owner) for name, owner in owners.items()}
         return self._carried
 
     def __call__(self, samples: Any) -> Any:
@@ -136,22 +156,29 @@ class RecordingCollate:
             if worker.id < self.throwaway and self.log.count(worker.id) == 0:
                 self.install(worker.id)
             count = self.log.count(worker.id)
+            carried = self.begin()
             if count & (count + 1) == 0:
-                self._carries().look()  # batches may have made some, the first ones above all
-            self.log.record(worker.id, pack_carried(self._carries(), self.log.room))
+                carried.look()  # batches may have made some, the first ones above all
+            packed = pack_carried(carried, self.log.room) or _LENGTH.pack(0)
+            self.log.record(worker.id, packed + pack_counts(self._counts, self.log.room - len(packed)))
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_carried": None}
+        return {**vars(self), "_carried": None, "_counts": {}}
 
     def install(self, worker: int) -> None:
-        """Set the generators of this worker process to those it continues from."""
+        """Set the generators of this worker process, and what it counts, to those it continues from."""
         packed = self.resume[worker] if worker < len(self.resume) else None
         if packed is not None:
             data = packed.numpy().tobytes()
             unpack_rng(data[:PACKED_RNG_BYTES]).restore()
             if len(data) > PACKED_RNG_BYTES:
-                self._carries().restore_generators(unpack_carried(data[PACKED_RNG_BYTES:]))
+                generators, numbers = unpack_carried(data[PACKED_RNG_BYTES:])
+                carried = self.begin()
+                carried.look()  # a batch that was dropped may have made some
+                carried.restore_generators(generators)
+                for name, counts in self._counts.items():
+                    counts.restore(numbers.get(name, {}))
 
 
 class WorkerInit:
@@ -165,6 +192,7 @@ class WorkerInit:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
         self.collate.log.start(worker)
+        self.collate.begin()
         if worker >= self.collate.throwaway:
             self.collate.install(worker)
 

@@ -89,9 +89,12 @@ class OwnNoise:
     def __init__(self, kind: str = "torch") -> None:
         self.torch, self.numpy = torch.Generator().manual_seed(5), np.random.default_rng(5)
         self.python, self.kind, self.legacy = random.Random(5), kind, np.random.RandomState(5)
-        self.calls = 0
+        self.calls, self.flipped = 0, False
 
     def __call__(self) -> torch.Tensor:
+        if self.kind == "flips":
+            self.flipped = not self.flipped
+            return torch.full((8,), float(self.flipped))
         self.calls += 1
         if self.kind == "torch":
             return torch.randn(8, generator=self.torch)

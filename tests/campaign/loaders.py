@@ -183,6 +183,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "two workers, prefetch_factor": mapped(num_workers=2, prefetch_factor=4),
     **{f"{kind} noise of its own": mapped(lambda kind=kind: Items(draw=OwnNoise(kind))) for kind in OwnNoise.kinds},
     "two workers, counted noise": mapped(lambda: Items(draw=OwnNoise("counts")), num_workers=2),
+    "two workers, noise that flips": mapped(lambda: Items(54, OwnNoise("flips")), batch_size=9, num_workers=2),
     "concatenated": mapped(
         lambda: ConcatDataset([Items(24, OwnNoise("torch")), Items(24, OwnNoise("numpy"))]), shuffle=False
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,13 +83,41 @@ class Noise(Dataset[Any]):
         return float(torch.rand(())) + float(np.random.rand()) + random.random()
 
 
+class Pool:
+    """Opens what nobody can put back, and counts what is open."""
+
+    def __init__(self) -> None:
+        self.opened, self.file = 0, None
+
+    def read(self) -> int:
+        if self.opened == 0:
+            self.file, self.opened = io.BytesIO(b"read"), 1  # type: ignore[assignment]
+        return len(self.file.getvalue())  # type: ignore[attr-defined]
+
+
+class Counting(Dataset[Any]):
+    def __init__(self) -> None:
+        self.reads, self.side, self.hits, self.last, self.pool = 0, 0, np.zeros(3), [1.0, 2.0], Pool()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        self.reads += 1
+        self.side = 1 - self.side
+        self.hits[index % 3] += 1
+        self.last = [self.last[1], float(index)]
+        return self.reads + 100 * self.side + 1000 * float(self.hits[0]) + 10000 * sum(self.last) + self.pool.read()
+
+
 @pytest.mark.parametrize(
-    ("start_method", "done"),
-    [("fork", 1), ("fork", 2), ("fork", 3), ("fork", 5), pytest.param("spawn", 3, marks=pytest.mark.slow)],
+    ("make", "start_method", "done"),
+    [(kind, "fork", done) for kind in (Noise, Counting) for done in (1, 2, 3, 5)]
+    + [pytest.param(Counting, "spawn", 3, marks=pytest.mark.slow)],
 )
-def test_workers_go_on_from_where_they_were(start_method: str, done: int) -> None:
+def test_workers_go_on_from_where_they_were(make: Any, start_method: str, done: int) -> None:
     def loader() -> Any:
-        return DataLoader(Noise(), batch_size=2, num_workers=2, multiprocessing_context=start_method)
+        return DataLoader(make(), batch_size=2, num_workers=2, multiprocessing_context=start_method)
 
     reseed(1)
     first = loader()
@@ -111,6 +140,32 @@ def test_workers_go_on_from_where_they_were(start_method: str, done: int) -> Non
     assert all(torch.equal(a, b) for a, b in zip(found, rest, strict=True))
     follower.release()
     assert not isinstance(second.batch_sampler, RecordingSampler)
+
+
+class ReadsOn(DataLoader[Any]):
+    """Reads from one iterator in all epochs, as those do that keep their workers."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return (next(self.iterator) for _ in range(3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_reads_on_from_an_iterator_of_its_own_is_said(workers: int) -> None:
+    loader: Any = ReadsOn(Noise(), batch_size=2, num_workers=workers)
+    tracker = LoaderTracker(loader)
+    tracker.begin_pass()
+    iterator = iter(loader)
+    for _ in range(2):
+        tracker.mark()
+        next(iterator)
+    fresh = LoaderTracker(DataLoader(Noise(), batch_size=2, num_workers=workers))
+    states = [tracker.capture(tracker.mark(), 2), tracker.capture_between_passes()]
+    causes = [fresh.check({**state, "type": "DataLoader"}) for state in states]
+    assert ["an iterator that it had made before the fit" in str(cause) for cause in causes] == [True, workers > 0]
 
 
 def test_worker_log_says_when_a_state_is_gone() -> None:
