@@ -99,6 +99,11 @@ class _Held(NamedTuple):
     def is_live(self) -> bool:
         return self.frame is None or self.is_elsewhere or is_live(self.path.partition(".")[0], self.frame)
 
+    @property
+    def is_made_by_training(self) -> bool:
+        """Whether what there was not when training began is an average, an optimizer or a schedule."""
+        return self.kind == WEIGHTS or (self.kind == STAYS and isinstance(self.value, list))
+
     def outlives_epoch(self, *, in_body: bool) -> bool:
         """Whether the next epoch surely has it; ``in_body``, where the body of this one's last batch is under way."""
         if self.frame is None or self.is_elsewhere:
@@ -244,6 +249,8 @@ class Variables:
             elif first is None and now.is_live and (owner := self._began_without(key, found)):
                 noted.setdefault(owner, ["", self._first[owner], VALUE, True, True, []])
                 noted[owner][5].append(key[len(owner.partition("` of ")[0]) + 1 : key.index("` of ")])
+            elif first is None and now.owner is not None and now.is_made_by_training:
+                noted[key] = [now.mark, "", now.kind, True, False]
         anew = [key for key in noted if key in self._anew]
         counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
         # those of an epoch end with it
@@ -288,7 +295,12 @@ class Variables:
             for key, noted in self._saved["values"].items()
             if key in found and self._is_as_new(found[key], noted, key)
         ]
-        has_values = any(held.kind in (VALUE, CODE) for _, held, _ in lost)
+        lost += [
+            (key, _Held("", noted[2], f"self.{key[1 : key.index('` of ')]}", None, None, None), noted)
+            for key, noted in self._saved["values"].items()
+            if noted[1] == "" and key not in found
+        ]
+        has_values = any(held.kind in (VALUE, CODE) or noted[1] == "" for _, held, noted in lost)
         source = _source_of([held for _, held, _ in lost], self._watched()) if has_values else None
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
         # a variable of a function is a part of those that are defined in it, too
@@ -331,9 +343,9 @@ class Variables:
                 return False
         if kind == CACHE:
             return False  # it may come to the same again
-        if kind in (WEIGHTS, STAYS):
-            return True
         names = [] if source is None else source.names_of(now.path, now.code)
+        if kind in (WEIGHTS, STAYS):
+            return first != "" or source is None or source.keeps(names[-1], now.value)
         if kind in (VALUE, CODE) and source is not None:
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
@@ -365,7 +377,7 @@ class Variables:
             place = getattr(source, "__name__", type(source).__name__)
             for name, value in children_of(source):
                 for path, what, one, of, told_by in look.into(name, value):
-                    if CELL in path or (what == CODE and path == name):
+                    if CELL in path or what == CACHE or (what == CODE and path == name):
                         found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, path, None, one, of)
         # what is in several is looked at where it is for the longest time
         objects = [
@@ -416,6 +428,16 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
         _is_used(source, name, one.value) and source.keeps(name, one.value)
         for name, one in zip(names, held, strict=True)
     ]
+
+
+def are_set_in(values: Sequence[tuple[type, str, Any]], functions: Collection[str]) -> list[bool]:
+    """Return which values of objects, as of :func:`are_kept`, methods with one of some names set anew."""
+    if not values:
+        return []
+    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
+    source = _source_of(held)
+    names = [source.names_of(one.path, None)[-1] for one in held]
+    return [not source.set_in(name).isdisjoint(functions) for name in names]
 
 
 def are_set_back(values: Sequence[tuple[Collection[type], str, Any, str]], *, but: Collection[str] = ()) -> list[bool]:

@@ -133,6 +133,10 @@ class Source:
         """Return the names of the functions that make an object anew, unconditionally, and not with its owner."""
         return {by for to, by, is_sure in self._reader.resets.get(name, ()) if by and to == _MADE and is_sure}
 
+    def set_in(self, name: str) -> set[str]:
+        """Return the names of the functions that set it unconditionally, without having read it."""
+        return self._reader.set_in.get(name, set())
+
     def is_set_to_a_literal(self, name: str) -> bool:
         """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
         return name in self._reader.set_to
@@ -199,6 +203,7 @@ class _Reader(ast.NodeVisitor):
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
         self.called, self.filled_once, self.cleared, self.logged, self.made = (set[str]() for _ in range(5))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
+        self.set_in: dict[str, set[str]] = collections.defaultdict(set)
         # to which constant, by which function, and whether unconditionally
         self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
         # what functions store that comes of their variables, and what those of these names are given
@@ -292,6 +297,8 @@ class _Reader(ast.NodeVisitor):
             self.set_again.add(name)
         if inner.resets:
             self.set_by_steps.add(name)
+        if self._functions and is_sure and not updates and name not in inner.read:
+            self.set_in[name].add(self._functions[-1][0].partition(":")[0])
         if value is not None and self._functions:
             storing, local = self._functions[-1]
             if any(isinstance(part, ast.Name) and part.id in local - {"self"} for part in ast.walk(value)):
@@ -461,8 +468,9 @@ class _Reader(ast.NodeVisitor):
         """It ends there."""
 
     def visit_If(self, node: ast.If) -> None:
-        if isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotIn):
-            self.filled_once.add(str(self._name(node.test.comparators[0])))
+        test = node.test.ops[0] if isinstance(node.test, ast.Compare) else None
+        if isinstance(test, ast.NotIn) or (isinstance(test, ast.In) and isinstance(node.body[-1], ast.Return)):
+            self.filled_once.add(str(self._name(node.test.comparators[0])))  # type: ignore[attr-defined]
         into, targets = self._if_only_sets(node.body + node.orelse)
         found = set[str]()
         with self._reading(found if targets else into):

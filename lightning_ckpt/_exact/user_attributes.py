@@ -24,7 +24,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import PlainState, fingerprint, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_kept, are_set_back, in_words
+from ckpt_core.state.lost_variables import are_kept, are_set_back, are_set_in, in_words
 from ckpt_core.state.object_walk import Found, set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
@@ -48,6 +48,8 @@ _ONCE = """
     on_load_checkpoint
 """
 _RUN_ONCE = frozenset(_ONCE.split())
+
+_VALIDATION_BEGINS = frozenset({"on_validation_start", "on_validation_epoch_start"})
 
 Digests = dict[str, dict[str, str]]
 Place = tuple[str, str]  # an object, and the path to a value that it carries
@@ -147,6 +149,7 @@ class UsersObjects(Live):
         in_epoch: bool = True,
         ends: bool = False,
         looks: bool = True,
+        names: bool = True,
         again: Mapping[Place, Before] | None = None,
         before: Digests | None = None,
     ) -> tuple[Digests, dict[str, dict[str, Any]]]:
@@ -156,7 +159,7 @@ class UsersObjects(Live):
         state holds is named, once. With ``in_epoch``, a resume continues an epoch, and does not begin the next one,
         whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that. ``again`` is
         what :meth:`now` returned, and ``before`` the digests, before what a resume does again. Without ``looks``, lists
-        of what is on a device are left out: to read them waits for it.
+        of what is on a device are left out: to read them waits for it. Without ``names``, nothing is named.
         """
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
@@ -165,7 +168,9 @@ class UsersObjects(Live):
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
             made = {
-                path: one.value for path, (_, one) in found[name].items() if self._is_made(name, path, changed[name])
+                path: one.value
+                for path, (_, one) in found[name].items()
+                if self._is_made(name, path, changed[name]) and not self._plain[name].has_opened(one)
             }
             if again is not None:
                 earlier = (before or {}).get(name, {})
@@ -177,7 +182,7 @@ class UsersObjects(Live):
             made_by_steps[name] = {
                 path: {**value, "first": self._first(name, path)} for path, value in new.items() if value is not None
             }
-            if _holds_state(type(owner)):
+            if not names or _holds_state(type(owner)):
                 continue
             start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
             lost = []
@@ -191,8 +196,10 @@ class UsersObjects(Live):
                     lost.append(path)
             if lost and self._trainer.is_global_zero:
                 values = self._plain[name].values()
-                stay = are_kept([(type(owner), path, values.get(path)) for path in lost])
-                named = [path for path, stays in zip(lost, stay, strict=True) if stays or (ends and path in new)]
+                found_lost = [(type(owner), path, values.get(path)) for path in lost]
+                anew = dict(zip(lost, are_set_in(found_lost, _VALIDATION_BEGINS), strict=True))
+                stay = zip(lost, are_kept(found_lost), strict=True)
+                named = [path for path, stays in stay if stays or (ends and path in new and not anew[path])]
                 self._looked_at.update((name, path, True) for path in named)
                 if named:
                     _warn_of(owner, name.partition(" ")[0], named)

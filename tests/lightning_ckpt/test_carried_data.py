@@ -338,6 +338,35 @@ def test_what_functions_of_the_data_keep_is_named(tmp_path: Path) -> None:
     assert "begins without variables of the script that training had changed: `seen` of collate" in said[0]
 
 
+class Draws(Items):
+    """Keeps the noise that it has drawn for a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self._cache:
+            self._cache[index] = torch.randn(4)
+        return index, self._cache[index]
+
+
+class DrawsAndReturns(Draws):
+    def __getitem__(self, index: int) -> Any:
+        if index in self._cache:
+            return index, self._cache[index]
+        self._cache[index] = torch.randn(4)
+        return index, self._cache[index]
+
+
+@pytest.mark.parametrize("kind", [Draws, DrawsAndReturns])
+def test_a_cache_of_what_a_data_set_has_drawn_is_named(kind: Any, tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(over(kind)(0)), tmp_path)
+    assert found != expected
+    (named,) = [text for text in said if "begins without variables of the script" in text]
+    assert f"`_cache` of {kind.__name__}" in named
+
+
 def test_data_that_is_drawn_at_each_start_is_said(tmp_path: Path) -> None:
     class Divides(Model):
         def train_dataloader(self) -> Any:

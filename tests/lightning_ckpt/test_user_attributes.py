@@ -18,20 +18,24 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
+    LearningRateFinder,
     LearningRateMonitor,
     RichProgressBar,
     StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
 )
+from torch.utils.data import DataLoader
 
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._exact.user_attributes import UsersObjects
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Thaws
+from tests.support.data_sets import Samples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -676,6 +680,15 @@ class InAFunctionOfItsSchedule(Model):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class SchedulesLate(Model):
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        if not hasattr(self, "later"):
+            optimizer: Any = self.optimizers()
+            self.later = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda n: 0.5**n)
+        self.later.step()
+
+
 class InItsClass(Model):
     rates: Iterator[float]
 
@@ -691,6 +704,7 @@ class InItsClass(Model):
         (CountsInWhole, None, "`steps` of CountsInWhole "),
         (LooksAhead, None, "`taken` of Lookahead "),
         (InAFunctionOfItsSchedule, None, "`counts` of <lambda> "),
+        (SchedulesLate, None, "`later` of SchedulesLate "),
         (InItsClass, None, "`rates` of InItsClass in test_user_attributes.py "),
     ],
 )
@@ -826,6 +840,40 @@ def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
         if RELEASE < (2, 5, 6):
             pytest.skip("the bar of older releases fails with this release of rich, also without us")
     assert fit(Plain(), STOCK[name](), tmp_path) == []
+
+
+class Searched(Plain):
+    """Has the attributes that searches before the training set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.batch_size = 1e-2, 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(), self.batch_size)
+
+
+class Swaps(Plain):
+    """Puts other weights in place for the time of a validation."""
+
+    def __init__(self) -> None:
+        super().__init__({"val": True})
+
+    def on_validation_start(self) -> None:
+        self.trained = {name: p.detach().clone() for name, p in self.other.named_parameters()}
+        torch.nn.init.zeros_(self.other.weight)
+
+    def on_validation_end(self) -> None:
+        self.other.load_state_dict(self.trained)
+
+
+def searches() -> list[Any]:
+    return [BatchSizeFinder(max_trials=1, steps_per_trial=1), LearningRateFinder(num_training_steps=4)]
+
+
+@pytest.mark.parametrize(("model", "make"), [(Searched, searches), (Swaps, list)], ids=["searches", "swaps"])
+def test_what_is_set_before_it_is_read_is_not_named(model: Any, make: Callable[[], list[Any]], tmp_path: Path) -> None:
+    assert fit(model(), make(), tmp_path, default_root_dir=tmp_path, num_sanity_val_steps=0) == []
 
 
 class Features(Model):
