@@ -38,10 +38,14 @@ class Recording(Live):
         self._trainer, self._directory = trainer, str(directory)
         path = None if is_remote(directory) else record_path(self._directory, trainer.global_rank)
         self._recorder = FlightRecorder(path, self._say)
-        self._weights = WeightSample(trainer.lightning_module)
+        self.look()
         self._is_inside = False
         self._alarm = ""
         self._fetched: collections.deque[tuple[int, int | None, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
+
+    def look(self) -> None:
+        """Look again for the weights of which a sample is compared: hooks may have made other ones."""
+        self._weights = WeightSample(self._trainer.lightning_module)
 
     def told(self) -> None:
         self._recorder.told()

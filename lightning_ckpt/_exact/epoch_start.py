@@ -50,13 +50,18 @@ class EpochStart:
         return {"progress": progress, "rng": rng.encode(), "metrics": values}
 
     def run_again(
-        self, begun: Mapping[str, Any] | None, now: Mapping[str, Any], schedulers: Any, begin: Callable[[], None]
+        self,
+        begun: Mapping[str, Any] | None,
+        now: Mapping[str, Any],
+        schedulers: Any,
+        callbacks: Mapping[str, Any],
+        begin: Callable[[], None],
     ) -> None:
         """Begin the epoch that the checkpoint is in the middle of, and leave model and optimizers as they are.
 
         ``begun`` is what :meth:`capture` returned, if the checkpoint has it, ``now`` are its counters, and
-        ``schedulers`` the states of its learning rate schedulers, in case the hooks make other ones. ``begin`` runs the
-        hooks.
+        ``schedulers`` the states of its learning rate schedulers, in case the hooks make other ones, and ``callbacks``
+        those of its callbacks. ``begin`` runs the hooks.
         """
         begun = begun or {"progress": _at_start(now)}
         reloads = {name: now[name] for name in ("train_reload_epoch", "val_reload_epoch")}
@@ -68,8 +73,27 @@ class EpochStart:
             self._internals.connector._callback_metrics = metrics
             self.begun = dict(begun["progress"]), rng, dict(metrics)
         module = self._internals.trainer.lightning_module
-        with self._quiet(), self._kept_metrics(module), self._kept_optimizers(schedulers), self._kept_weights(module):
+        with (
+            self._kept_numbers(callbacks),
+            self._quiet(),
+            self._kept_metrics(module),
+            self._kept_optimizers(schedulers),
+            self._kept_weights(module),
+        ):
             begin()
+
+    @contextlib.contextmanager
+    def _kept_numbers(self, states: Mapping[str, Any]) -> Iterator[None]:
+        # that callbacks have loaded and hooks go on from, as the learning rate of BackboneFinetuning
+        kept = []
+        for callback in self._internals.trainer.callbacks:
+            state = states.get(callback.state_key)
+            found = [*state.items()] if isinstance(state, Mapping) else []
+            own = vars(callback)
+            kept.append((own, {n: v for n, v in found if type(v) in (bool, int, float) and own.get(n) == v}))
+        yield
+        for own, numbers in kept:
+            own.update(numbers)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:

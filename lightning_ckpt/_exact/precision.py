@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt_core.state.optimizer_types import is_number, is_same, restore_types, states_in_order
@@ -66,3 +67,15 @@ def _is_rounded(tensor: torch.Tensor, saved: torch.Tensor, through: torch.dtype)
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     return ((name, tensor) for name, tensor in named if is_number(tensor))
+
+
+def as_python_numbers(settings: Any) -> Any:
+    """Return settings of optimizers and schedules with Python's numbers for those of NumPy that are the same.
+
+    ``torch.load`` refuses NumPy's, as they come of ``group["lr"] = np.interp(...)``.
+    """
+    if type(settings) is dict:
+        return {name: one if name in ("params", "state") else as_python_numbers(one) for name, one in settings.items()}
+    if type(settings) in (list, tuple):
+        return type(settings)(map(as_python_numbers, settings))
+    return settings.item() if isinstance(settings, (np.float64, np.integer, np.bool_)) else settings

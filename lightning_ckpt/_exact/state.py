@@ -44,7 +44,7 @@ from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
 from lightning_ckpt._exact.lost_variables import ScriptVariables
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
-from lightning_ckpt._exact.precision import Precision
+from lightning_ckpt._exact.precision import Precision, as_python_numbers
 from lightning_ckpt._exact.rank_states import continue_elastic, elastic_causes, keep_apart, put_back, state_for_rank
 from lightning_ckpt._exact.user_attributes import Digests, UsersObjects
 from lightning_ckpt._private.guard import check
@@ -289,6 +289,8 @@ class ExactState(Live):
         self._tensors = [*parameters_of([module]), *module.buffers()]
         self._metrics = follow_metrics(module, self._metrics)
         self._of_validation = []
+        if self._recording is not None:
+            self._recording.look()
 
     def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
@@ -407,6 +409,9 @@ class ExactState(Live):
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Put the exact state of all ranks into a checkpoint, on rank 0; called on every rank, once per checkpoint."""
+        for name in ("optimizer_states", "lr_schedulers"):
+            if name in checkpoint:
+                checkpoint[name] = as_python_numbers(checkpoint[name])
         if self._loaded is not None or self._resume.awaits_training_state:
             self._save_again(checkpoint)
             return
@@ -493,6 +498,8 @@ class ExactState(Live):
         return [{"per_rank": {"rng": moment.rng.encode(), "generators": moment.generators, "metrics": metrics}}, asked]
 
     def _capture_rank(self, *, looks: bool = True) -> dict[str, Any]:
+        if looks and self._recording is not None:
+            self._recording.look()  # as a run that resumes from this does
         phase, progress, redo = self._phase()
         self._counters.settle(progress, phase, redo=redo)
         progress["accumulation"] = self._accumulation.capture()
@@ -544,6 +551,7 @@ class ExactState(Live):
             in_epoch=phase not in ("between_epochs", "epoch_end"),
             ends=ends,
             looks=looks,
+            names=not begun,  # a search that runs before the training saves, and changes attributes
             again=None if again is None else again.attributes,
             before=self._before if phase == "validation" else None,
         )
@@ -674,8 +682,8 @@ class ExactState(Live):
             mine = state_for_rank(state, rank, gradients=not self._begins_window_again)
         else:
             mine = state_of_rank(state, rank)
-        schedulers = checkpoint.get("lr_schedulers")
-        self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, "lr_schedulers": schedulers}
+        others = {"lr_schedulers": checkpoint.get("lr_schedulers"), "callbacks": checkpoint.get("callbacks") or {}}
+        self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, **others}
         self._precision = Precision(checkpoint, self._trainer.lightning_module)
         self._variables.resume(state[Kind.REPLICATED.value].get("variables", {}))
         if self._trainer.strategy.restore_checkpoint_after_setup:  # the fit has started
@@ -713,9 +721,9 @@ class ExactState(Live):
         self._users.resume(shared.get("set_by_hooks", {}))
         self._users.make_again(mine.get("attributes", {}))
         if in_epoch:
-            begun, schedulers = mine.get("epoch_begun"), state["lr_schedulers"]
+            begun, others = mine.get("epoch_begun"), (state["lr_schedulers"], state["callbacks"])
             self._users.before_hooks(shared.get("changed", {}))
-            self._epoch.run_again(begun, shared["progress"], schedulers, begin_epoch)
+            self._epoch.run_again(begun, shared["progress"], *others, begin_epoch)
             self._users.after_hooks()
             self._internals.set_progress(shared["progress"])
         # until here, what the hooks save holds what is resumed from

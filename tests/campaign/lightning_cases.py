@@ -548,6 +548,38 @@ class Sized(Net):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class Grows(Net):
+    """Gets a layer at the beginning of each epoch, as many as the checkpoint has."""
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader)
+        self.more = torch.nn.ModuleList()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.backbone(x)
+        for layer in self.more:
+            x = x + layer(x)
+        return self.head(x)
+
+    def _grow(self) -> torch.nn.Module:
+        self.more.append(torch.nn.Linear(16, 16))
+        return self.more[-1]
+
+    def on_train_epoch_start(self) -> None:
+        if len(self.more) < self.current_epoch:
+            self.optimizers().add_param_group({"params": self._grow().parameters()})  # type: ignore[union-attr]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        while f"more.{len(self.more)}.bias" in checkpoint["state_dict"]:
+            self._grow()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([*self.backbone.parameters(), *self.head.parameters()], lr=1e-2)
+        for layer in self.more:
+            optimizer.add_param_group({"params": layer.parameters()})
+        return optimizer
+
+
 def _evaluates(model: Any, draws: bool) -> None:
     model.eval()
     with torch.no_grad():
@@ -720,6 +752,7 @@ MODELS: dict[str, dict[str, Any]] = {
         for kind in ("spectral", "weight norm", "dropout", "dropout by itself", "momentum", "learning rate")
     },
     "evaluates by hand": {"model": EvaluatesByHand},
+    "grows": {"model": Grows},
     "datamodule": {"datamodule": lambda: Datamodule("plain"), "loader": None, "model": lambda _: _NoLoader()},
     **{
         f"datamodule, {kind}, reloads": {

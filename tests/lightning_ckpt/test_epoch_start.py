@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, SumMetric
@@ -172,6 +172,16 @@ class FineTuned(Model):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
+class HasBackbone(FineTuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.other
+
+
+def warms_up() -> list[Any]:
+    return [BackboneFinetuning(0, lambda_func=lambda epoch: 1.5, backbone_initial_lr=1e-4, should_align=False)]
+
+
 def averages() -> list[Any]:
     return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2)]
 
@@ -189,6 +199,7 @@ TRAININGS = {
     "set_epoch": Training(TellsItsData),
     "callback": Training(Scaled, lambda: [ScalesTheLoss()]),
     "fine-tuning": Training(FineTuned, lambda: [Thaws()]),
+    "learning rate of a backbone": Training(HasBackbone, warms_up, {"max_epochs": 4}),
     "weight averaging": Training(Model, averages, {"max_epochs": 4}, is_plain="state_dict" in vars(SWALR)),
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -285,6 +286,19 @@ FEATURES = {
 @pytest.mark.parametrize("case", FEATURES.values(), ids=[name.replace(" ", "-") for name in FEATURES])
 def test_features(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+class InterpolatesItsRate(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = np.interp(self.trainer.global_step, [0, 20], [0.1, 0.01])
+
+
+def test_a_learning_rate_that_is_a_number_of_numpy(tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(InterpolatesItsRate), tmp_path)
+    assert not said
+    assert found == expected
 
 
 class LoadsByEpoch(Model):

@@ -47,7 +47,15 @@ def judged(fork_script: ScriptRunner, directory: Path, name: str, *points: Point
     return [found[point.name] for point in points]
 
 
-@pytest.mark.parametrize("name", ["trainer: accumulates, two workers", "trainer: validates in mid-epoch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer: accumulates, two workers",
+        "trainer: validates in mid-epoch",
+        "loader: two workers, counted noise",
+        "model: grows",
+    ],
+)
 def test_an_exact_resume_says_that_its_steps_are_equal(fork_script: ScriptRunner, tmp_path: Path, name: str) -> None:
     for found in judged(fork_script, tmp_path, name, MIDDLE, END, KILLED):
         assert found["verdict"] == "exact", (found["verdict"], found["warned"], found["wrong"], found["differs"])
@@ -110,7 +118,7 @@ def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
-        ("loader: two workers, counted noise", "data"),
+        ("loader: two workers, noise that flips", "data"),
         ("loader: random_split", "data"),
         ("model: attribute: int", "loss"),
     ],
