@@ -145,13 +145,13 @@ class LoaderPosition:
 
     # ---- following ---------------------------------------------------------------------------------------------------
 
-    def iterate(self, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
-        """Count the steps of an iteration of the loader, which ``begin`` begins."""
+    def iterate(self, begin: Callable[[Any], Generator[Any, None, None]]) -> Iterator[Any]:
+        """Count the steps of an iteration of the loader, which ``begin(loader)`` begins."""
         self._run.begins(self)
         self._take_back_unused()
         number = self._now_iterating()
         yielded, over = False, False
-        batches = begin()
+        batches = begin(self.loader)
         try:
             while (batch := self._next(batches)) is not _OVER:
                 yielded = True
@@ -178,7 +178,7 @@ class LoaderPosition:
                 self._begin_again(opening)
                 if answer is Next.END:
                     return
-                number, batches = self._now_iterating(), begin()
+                number, batches = self._now_iterating(), begin(self.loader)
             over = True
             if number == self._iteration_number:
                 self.habit.end(is_whole=self._opening is None and not self.was_cut)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import accelerate
@@ -112,8 +112,8 @@ def _patch_iteration(loader_class: Any) -> None:
     @functools.wraps(stock)
     def iterate(self: Any) -> Iterator[Any]:
         follower = _follower_of(self)
-        begin: Callable[[], Generator[Any, None, None]] = functools.partial(stock, self)
-        return begin() if follower is None else follower.iterate(begin)
+        iterator: Iterator[Any] = stock(self) if follower is None else follower.iterate(stock)
+        return iterator
 
     iterate.ckpt_stock = stock  # type: ignore[attr-defined]
     loader_class.__iter__ = iterate

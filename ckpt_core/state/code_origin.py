@@ -30,7 +30,12 @@ _OTHERS = (
 
 def is_library(kind: type) -> bool:
     """Return whether a class belongs to a library of which it is known that its objects need not be looked into."""
-    return kind.__module__.partition(".")[0] in _LIBRARIES
+    return is_librarys_module(kind.__module__)
+
+
+def is_librarys_module(name: object) -> bool:
+    """Return whether a module is of one of those libraries, by its name."""
+    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
 
 
 @functools.cache

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import dis
 import functools
+import gc
 import inspect
 import logging
 import os
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from ckpt_core.state.code_origin import is_library, is_users_file
+from ckpt_core.state.code_origin import is_library, is_librarys_module, is_users_file
 from ckpt_core.state.object_walk import OF_EVERY_MODULE, set_by_libraries
 from ckpt_core.state.value_marks import (
     CACHE,
@@ -473,19 +474,24 @@ def _is_set_back(
 def is_done_with(holder: object, name: str, *, others: int) -> bool:
     """Whether nothing may use again what an attribute of ours has, by all that can be seen.
 
-    So it is where variables of running functions have it, all of which are set before they are read, and nothing else
-    but ``holder``, and as many ``others`` that are known.
+    So it is where nothing has it but ``holder``, as many ``others`` that are known, iterations of it by generators of
+    libraries, and variables of functions that are running, or of generators that wait, which are all set before they
+    are read.
     """
     with contextlib.suppress(Exception):  # of variables, whatever they do when they are looked at
-        variables = _variables_with(holder, name)
-        if variables and not any(_is_kept(variable, frame) for variable, frame in variables):
-            return _references(holder, name) <= 1 + others + len(variables)
+        variables, iterations = _variables_with(holder, name)
+        if not any(_is_kept(variable, frame) for variable, frame in variables):
+            return _references(holder, name) <= 1 + others + iterations + len(variables)
     return False
 
 
-def _variables_with(holder: object, name: str) -> list[tuple[str, types.FrameType]]:
+def _variables_with(holder: object, name: str) -> tuple[list[tuple[str, types.FrameType]], int]:
+    """Return the variables that have what an attribute has, and how many generators of libraries do."""
     thing, frames = getattr(holder, name), _frames(sys._getframe(2))
-    return [(variable, frame) for frame in frames for variable, value in variables_of(frame) if value is thing]
+    waiting = [one.gi_frame for one in gc.get_referrers(thing) if isinstance(one, types.GeneratorType)]
+    of_others = [one for one in waiting if one and not is_librarys_module(one.f_globals.get("__name__"))]
+    found = [(v, frame) for frame in [*frames, *of_others] for v, value in variables_of(frame) if value is thing]
+    return found, len(waiting) - len(of_others)
 
 
 def _is_kept(variable: str, frame: types.FrameType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import pickle
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -595,6 +596,55 @@ def test_a_loader_that_is_prepared_for_each_epoch_has_new_workers() -> None:
 
     whole, saved = train(run_of(1), 2)
     assert train(run_of(2).restore(saved), 1)[0] == whole[2:]
+
+
+def in_a_variable(make: Callable[[], Any]) -> Iterator[Any]:
+    loader = make()
+    for number, batch in enumerate(loader):
+        yield batch + 0 * number
+
+
+def in_none(make: Callable[[], Any]) -> Iterator[Any]:
+    yield from make()
+
+
+def directly(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+@pytest.mark.parametrize("iterate", [in_a_variable, in_none, directly])
+@pytest.mark.parametrize("in_body", [False, True])
+def test_a_loader_that_only_one_epoch_has_begins_with_its_own_generator(
+    iterate: Callable[[Callable[[], Any]], Any], in_body: bool
+) -> None:
+    def train(run: Any, epochs: range) -> tuple[list[list[Any]], dict[int, dict[str, Any]]]:
+        found, saved = list[list[Any]](), {}
+
+        def make(epoch: int) -> Any:
+            generator = torch.Generator().manual_seed(epoch)
+            made = DataLoader(Drawing(), batch_size=4, shuffle=True, generator=generator)
+            return run.accelerator.prepare(made, None)[0]
+
+        for epoch in epochs:
+            found.append([])
+            batches = iterate(functools.partial(make, epoch))
+            for batch in batches:
+                run.positions.uses.backward()
+                found[-1].append(batch.tolist())
+                if in_body and len(found[-1]) == 2:
+                    saved[epoch] = run.capture()
+            if not in_body:
+                saved[epoch] = run.capture()
+        return found, saved
+
+    def run_of(seed: int) -> Run:
+        run = Run(seed)
+        run.accelerator._dataloaders.clear()
+        return run
+
+    whole, saved = train(run_of(1), range(4))
+    for epoch in (0, 1):
+        assert train(run_of(2).restore(saved[epoch]), range(epoch + 1, 4))[0] == whole[epoch + 1 :]
 
 
 @pytest.mark.parametrize("has_generator", [False, True])
