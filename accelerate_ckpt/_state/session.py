@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 import os
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -239,7 +240,9 @@ class Session:
         names = ("dataset", "sampler", "batch_sampler", "collate_fn")
         data = [getattr(one, name, None) for one in loaders for name in names]
         # a class of the script's may have more than its state_dict holds
-        users = [one for one in [*inner, *accelerator._custom_objects, *self.owners()] if not is_library(type(one))]
+        owners = [*inner, *accelerator._custom_objects, *self.owners()]
+        users = [one for one in owners if not is_library(type(one))]
+        data += [one for one in owners if isinstance(one, types.FunctionType)]
         librarys = [one for one in accelerator._custom_objects if is_library(type(one))]
         held = [accelerator, *wrapped, *inner, *loaders, *librarys]
         return Watched(accelerator._models, held, users, data, iterators=unprepared.iterators())

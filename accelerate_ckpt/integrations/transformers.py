@@ -652,9 +652,13 @@ class _LoopState:
 
 
 def _of_the_script(known: weakref.ref[Any]) -> list[object]:
-    """Return the Trainer and its callbacks, of which some may be of the script's classes."""
+    """Return the Trainer, its callbacks and functions, of which some may be of the script's classes."""
     trainer = known()
-    return [] if trainer is None else [trainer, *trainer.callback_handler.callbacks]
+    if trainer is None:
+        return []
+    names = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+    functions = [getattr(trainer, name, None) for name in names]
+    return [trainer, *trainer.callback_handler.callbacks, *(getattr(one, "__self__", one) for one in functions)]
 
 
 def _unbound() -> CheckpointError:

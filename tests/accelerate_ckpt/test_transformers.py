@@ -78,9 +78,9 @@ class Network(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         output = self.layers(inputs).squeeze(-1)
-        return {"loss": (output - labels).pow(2).mean(), "output": output}
+        return {"output": output} if labels is None else {"loss": (output - labels).pow(2).mean(), "output": output}
 
 
 def trainer_for(
@@ -226,20 +226,46 @@ class OfItsOwn(Trainer):
         return loss * (1 + self.total)
 
 
+class GrowingLoss:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Any, labels: Any, **_: Any) -> Any:
+        self.calls += 1
+        return (outputs["output"] - labels).square().mean() * (1 + 0.1 * self.calls)
+
+
+def growing_loss() -> Any:
+    factor = 1.0
+
+    def loss(outputs: Any, labels: Any, **_: Any) -> Any:
+        nonlocal factor
+        factor *= 1.1
+        return (outputs["output"] - labels).square().mean() * factor
+
+    return loss
+
+
 @pytest.mark.parametrize(
-    ("callback", "kind", "named"),
+    ("callback", "kind", "loss", "named"),
     [
-        (Anneals, Trainer, ["`factor` of Anneals"]),
-        (AnnealsWithState, Trainer, []),
-        (TrainerCallback, OfItsOwn, ["`total` of OfItsOwn"]),
+        (Anneals, Trainer, None, ["`factor` of Anneals"]),
+        (AnnealsWithState, Trainer, None, []),
+        (TrainerCallback, OfItsOwn, None, ["`total` of OfItsOwn"]),
+        (TrainerCallback, Trainer, GrowingLoss, ["`calls` of GrowingLoss"]),
+        (TrainerCallback, Trainer, growing_loss, ["`factor` of loss"]),
     ],
 )
 def test_attributes_of_callbacks_and_subclasses_that_a_resume_has_lost_are_named(
-    tmp_path: Path, callback: Any, kind: type[Trainer], named: list[str]
+    tmp_path: Path, callback: Any, kind: type[Trainer], loss: Any, named: list[str]
 ) -> None:
     def trainer() -> Trainer:
         parts = [callback(), ResumableCallback()]
-        return trainer_for(tmp_path, callbacks=parts, kind=kind, restore_callback_states_from_checkpoint=True)
+        made = trainer_for(tmp_path, callbacks=parts, kind=kind, restore_callback_states_from_checkpoint=True)
+        made.compute_loss_func = loss and loss()
+        return made
 
     first = trainer()
     first.add_callback(StopAfter(7))
