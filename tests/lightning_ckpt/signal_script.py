@@ -66,7 +66,8 @@ class Sharded(Stages):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
-        self.net.insert(1, checkpoint_wrapper(torch.nn.BatchNorm1d(8)))
+        norm = torch.nn.BatchNorm1d(8)
+        self.net.insert(1, checkpoint_wrapper(norm) if options.get("wrapped") else norm)
 
     def configure_model(self) -> None:
         for layer in (*self.net[:2], self.net[3], self.other):

@@ -181,7 +181,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "rank 2 of HSDP, in a validation": (
         3,
-        {**HSDP, "signals": [[2, "SIGKILL", "on_validation_batch_start", 2]], "killed": [2]},
+        {**HSDP, "signals": [[2, "SIGKILL", "on_validation_batch_start", 2]], "killed": [2], "own_generators": False},
     ),
     "rank 3 of HSDP, before its step": (
         5,
@@ -192,6 +192,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "signals": [[0, "SIGKILL", "on_validation_batch_start", 3]],
             "killed": [0],
+            "own_generators": False,  # the others have drawn for the whole validation by then, and it is said
             "options": {"val": True},
             "trainer": {"val_check_interval": 2},
         },

@@ -296,6 +296,7 @@ def test_open_accumulation_window_goes_on(runs: Runs, tmp_path: Path, kind: str)
 
 def test_each_rank_of_fsdp_continues_with_its_own_statistics(job: Job, tmp_path: Path) -> None:
     spec = {"shards": 2, "io": "ShardedCheckpointIO", "settings": {"every_n_train_steps": 5}, "own_generators": True}
+    spec["options"] = {"wrapped": True}  # which state dicts do not show
     whole = job.run(tmp_path, "whole", **spec)
     resumed = job.run(tmp_path, "resumed", **spec, resume=str(tmp_path / "saved" / "step=5.ckpt"), seed=77)
     for found, expected in zip(resumed, whole, strict=True):
