@@ -14,7 +14,7 @@ from tests.conftest import ACCELERATE, ScriptRunner
 SCRIPT = Path(__file__).with_name("rehearsed_script.py")
 TRAINER = Path(__file__).with_name("rehearsed_trainer.py")
 #: What it imports, which takes longer than its training.
-OF_TRAINER = ("transformers.trainer", "torch.utils.tensorboard", "accelerate_ckpt.integrations.transformers")
+OF_TRAINER = ("transformers.trainer", "tensorboardX", "accelerate_ckpt.integrations.transformers")
 
 
 @pytest.fixture
