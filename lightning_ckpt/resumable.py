@@ -420,6 +420,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._watch.after_exception()
         if self._report is not None:
             self._report.tell_loggers()
+        if self._recording is not None:
+            self._recording.close()  # Lightning tears nothing down, and a search over settings may fail often
         self._end_memory(keep=not self._is_ending)
         if self._auto is not None and _is_no_crash(exception):
             self._auto.end(trainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import queue
 import re
 import threading
@@ -284,3 +285,29 @@ def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
         trainer = Trainer(accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False, callbacks=[callback])
         trainer.fit(Model({}))
         assert (directory.parent / ".checkpoints.flight-rank0").exists() is recorder
+
+
+def _records_open(directory: Path) -> list[str]:
+    held = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return [str(one.readlink()) for one in held if one.is_symlink() and str(directory) in str(one.readlink())]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not list open files")
+def test_a_fit_that_raises_leaves_no_record_open(tmp_path: Path) -> None:
+    class Raises(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                assert _records_open(tmp_path)
+                raise RuntimeError("out of memory")
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(
+        max_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ResumableCheckpoint(tmp_path / "checkpoints")],
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fit(Raises())
+    assert _records_open(tmp_path) == []
