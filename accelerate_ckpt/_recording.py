@@ -188,6 +188,9 @@ class Recording:
     def finish(self) -> None:
         self._recorder.finish()
 
+    def close(self) -> None:
+        self._recorder.close()
+
     def _say(self, verdict: Verdict) -> None:
         accelerator = self._accelerator()
         rank = 0 if accelerator is None else accelerator.process_index

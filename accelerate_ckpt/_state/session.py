@@ -490,6 +490,8 @@ def _is_unfinished(session: Session) -> bool:
 def _outlive(session: Session) -> None:
     if session.preemption is not None:
         session.preemption.close()  # its handlers would note what nobody acts on
+    if session.recording is not None:
+        session.recording.close()  # else each Accelerator of a search over settings leaves its file open
     if _is_unfinished(session):
         _orphans.append(session)
 

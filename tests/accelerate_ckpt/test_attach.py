@@ -22,6 +22,7 @@ from accelerate_ckpt._state.session import live_sessions, session_of
 from accelerate_ckpt.config import OptionError
 from ckpt_core.errors import StorageError
 from tests.accelerate_ckpt.training import Run, assert_same, model_of
+from tests.support.open_files import open_files
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -145,16 +146,19 @@ def test_saving_goes_on_after_the_training_has_ended(tmp_path: Path) -> None:
 
 def test_an_accelerator_is_not_kept_alive(tmp_path: Path) -> None:
     run = Run(attach(Accelerator(), "async"))
-    run.train(2, save_after=1, path=tmp_path / "saved")
+    run.train(2, save_after=1, path=tmp_path / "run" / "saved")
     run.accelerator.end_training()
     run = Run(attach(Accelerator(), "async"))
-    run.train(2, save_after=1, path=tmp_path / "saved")
+    run.train(2, save_after=1, path=tmp_path / "run" / "saved")
     sessions = len(live_sessions())
+    record = str(tmp_path / ".run.flight-rank0")
+    assert record in open_files(tmp_path)
     gone = [weakref.ref(run.accelerator), weakref.ref(run.model)]
     del run
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     assert len(live_sessions()) == sessions - 1
+    assert record not in open_files(tmp_path)
 
 
 def test_a_loader_is_not_kept_until_the_next_garbage_collection() -> None:

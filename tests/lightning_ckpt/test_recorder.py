@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import queue
 import re
 import threading
@@ -22,6 +21,7 @@ from tests.campaign.judging import Point
 from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning_ckpt.exact_cases import Model
 from tests.lightning_ckpt.features import LOTTERY_GOES_BACK
+from tests.support.open_files import open_files
 
 SCRIPT = """
     import dataclasses, json, sys
@@ -287,17 +287,11 @@ def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
         assert (directory.parent / ".checkpoints.flight-rank0").exists() is recorder
 
 
-def _records_open(directory: Path) -> list[str]:
-    held = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return [str(one.readlink()) for one in held if one.is_symlink() and str(directory) in str(one.readlink())]
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not list open files")
 def test_a_fit_that_raises_leaves_no_record_open(tmp_path: Path) -> None:
     class Raises(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2:
-                assert _records_open(tmp_path)
+                assert open_files(tmp_path)
                 raise RuntimeError("out of memory")
             return super().training_step(batch, batch_idx)
 
@@ -310,4 +304,4 @@ def test_a_fit_that_raises_leaves_no_record_open(tmp_path: Path) -> None:
     )
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.fit(Raises())
-    assert _records_open(tmp_path) == []
+    assert open_files(tmp_path) == []

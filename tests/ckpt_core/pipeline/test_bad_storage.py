@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import logging
@@ -29,6 +28,7 @@ from ckpt_core import (
 )
 from ckpt_core.events import Event, SaveCommitted, SaveFailed
 from ckpt_core.storage import local
+from tests.support.open_files import open_files
 from tests.support.states import assert_same_state, tensor_of
 
 MIB = 2**20
@@ -320,15 +320,6 @@ def test_no_descriptor_leaks_from_failed_saves(small_filesystem: Path) -> None:
     for _ in range(5):
         fails("sync", state_of(9), small_filesystem / "a.ckpt")
     assert open_files(small_filesystem) == []
-
-
-def open_files(directory: Path) -> list[str]:
-    """Return what the descriptors of this process refer to, in a directory: those of other tests come and go."""
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sorted(target for target in found if target.startswith(str(directory)))
 
 
 @pytest.mark.parametrize("deleted", ["removed", "replaced"])

@@ -1,0 +1,16 @@
+"""The files that this process has open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def open_files(directory: Path) -> list[str]:
+    """Return the paths of those in a directory or below it: the others of tests come and go."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of listing them
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sorted(path for path in found if path.startswith(f"{directory}{os.sep}"))
