@@ -191,7 +191,7 @@ class RescueSave:
                     path=self._path,
                     remedy="start the run again: it resumes from the last checkpoint",
                 )
-            ordered = [reports[rank] for rank in range(len(reports))]
+            ordered = [reports[rank] for rank in range(len(self._rescue.writers))]
             self._saves.commit(ordered, self._path, self._id, metadata=metadata, step=step)
         except BaseException:
             self._saves.discard(self._path, self._id)

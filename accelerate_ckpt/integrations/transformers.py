@@ -37,6 +37,7 @@ import json
 import logging
 import os
 import re
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -658,7 +659,8 @@ def _of_the_script(known: weakref.ref[Any]) -> list[object]:
         return []
     names = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
     functions = [getattr(trainer, name, None) for name in names]
-    return [trainer, *trainer.callback_handler.callbacks, *(getattr(one, "__self__", one) for one in functions)]
+    owners = [one.__self__ if isinstance(one, types.MethodType) else one for one in functions]
+    return list({id(one): one for one in [trainer, *trainer.callback_handler.callbacks, *owners]}.values())
 
 
 def _unbound() -> CheckpointError:

@@ -138,6 +138,8 @@ class PlainState:
     are not looked into, ``leave`` classes of such objects.
     """
 
+    _TELLS_WHAT_IS_OPEN: tuple[type, ...] = (bool, str, type(None))
+
     def __init__(
         self,
         owner: object,
@@ -157,10 +159,10 @@ class PlainState:
         # the values themselves are kept, too: a list that was changed in place is the same list
         self._known = {f.path: (fingerprint(f.value), _reference(f.value)) for f in self._found()}
         self._scalars = {f.path: f.value for f in self._found() if type(f.value) in _SCALARS}
-        self._others: dict[int, set[Any]] = {}
+        self._types: dict[int, dict[Any, type]] = {}
         for holder in (f.holder for f in self._found()):
-            if isinstance(holder, dict) and id(holder) not in self._others:
-                self._others[id(holder)] = _others_in(holder)
+            if isinstance(holder, dict) and id(holder) not in self._types:
+                self._types[id(holder)] = _types_in(holder)
         data = [f.path for f in self._found() if _is_data(f.value) and not _is_no_state(f.path, *_NOT_FILLED)]
         self._data = {path: self._known[path][0] for path in data[:_COMPARED_DATA]}
 
@@ -174,12 +176,17 @@ class PlainState:
         return {path: digest for path, digest in self._data.items() if path not in but}
 
     def has_opened(self, found: Found) -> bool:
-        """Return whether a flag, count or name may be of what its object holds now, and no other process has.
+        """Return whether a flag or name may be of what its object holds now, and no other process has.
 
         That is an open file, or anything else that is not plain, where there was nothing.
         """
-        known = self._others.get(id(found.holder))
-        return type(found.value) in _SCALARS and known is not None and not _others_in(found.holder) <= known
+        return type(found.value) in self._TELLS_WHAT_IS_OPEN and self._has_opened(found.holder)
+
+    def _has_opened(self, holder: Any) -> bool:
+        known = self._types.get(id(holder))
+        return known is not None and any(
+            type(one) is not known.get(name) and not _is_plain_or_draws(one) for name, one in [*holder.items()]
+        )
 
     def _is_known(self, found: Found) -> bool:
         # most attributes are numbers that never change
@@ -220,10 +227,10 @@ class PlainState:
     def capture(self) -> tuple[dict[str, Any], list[str]]:
         """Capture the values that have changed since the beginning; also return the paths of those that cannot be.
 
-        Those are too large, or of a kind of their own. Flags, counts and names of an object of which not all is
-        captured are left out, too: a new process begins with none of it.
+        Those are too large, or of a kind of their own. Flags and names of an object of which not all is captured are
+        left out, too: a new process begins with none of it. A number that went from 0 to 1 may be such a flag.
         """
-        values, left_out, scalars, incomplete = {}, [], [], set[int]()
+        values, left_out, flags, incomplete = {}, [], [], set[int]()
         for found in self._found():
             if self._is_known(found):
                 continue
@@ -234,13 +241,15 @@ class PlainState:
                 in_place = before is not None and found.value is before()
                 values[found.path] = _encoded(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])
                 values[found.path]["in_place"] = in_place
-                scalars += [found] if type(found.value) in _SCALARS else []
+                is_first = type(found.value) is int and found.value == 1 and self._scalars.get(found.path) == 0
+                flags += [found] if is_first or type(found.value) in self._TELLS_WHAT_IS_OPEN else []
             except _TooMuch:
                 left_out.append(found.path)
                 incomplete.add(id(found.holder))
-        for found in scalars:
-            if id(found.holder) in incomplete or self.has_opened(found):
+        for found in flags:
+            if id(found.holder) in incomplete or self._has_opened(found.holder):
                 del values[found.path]
+                left_out += [found.path] if type(found.value) is int else []  # it may count something else
         return values, left_out
 
     def copy(self, paths: Collection[str]) -> dict[str, Any]:
@@ -294,10 +303,12 @@ class Counts(PlainState):
     Those that may be of what a worker has opened (:meth:`has_opened`) are left alone.
     """
 
+    _TELLS_WHAT_IS_OPEN = _SCALARS
+
     def begin(self) -> None:
         """Take the numbers that are there now as those that the object began with."""
         self._places: dict[str, tuple[Found, Any, dict[str, Any]]] = {}
-        self._others = {}
+        self._types = {}
         for found in self.in_attributes(_COUNTS):
             is_shared = isinstance(found.value, torch.Tensor) and found.value.is_shared()  # with the other processes
             items = len(found.value) if isinstance(found.value, _CONTAINERS) else 0
@@ -307,7 +318,8 @@ class Counts(PlainState):
             if first is not None:
                 known = found.value if isinstance(found.value, _FEW) else fingerprint(found.value)
                 self._places[found.path] = found, known, {**first, "in_place": True}
-                self._others.setdefault(id(found.holder), _others_in(found.holder))
+                if id(found.holder) not in self._types:
+                    self._types[id(found.holder)] = _types_in(found.holder)
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers that have changed since this was made, for :meth:`restore`."""
@@ -329,15 +341,15 @@ class Counts(PlainState):
         return super().restore(known, but)
 
 
-def _others_in(holder: Any) -> set[Any]:
-    """Return the names of what is held that is neither plain nor a generator."""
-    others = set()
-    for name, one in holder.items():
-        try:
-            others |= set() if is_plain(one) or is_generator(one) else {name}
-        except Exception:  # noqa: BLE001 - of a user's class, whatever it raises when it is looked at
-            others.add(name)
-    return others
+def _types_in(holder: dict[Any, Any]) -> dict[Any, type]:
+    return {name: type(one) for name, one in [*holder.items()]}
+
+
+def _is_plain_or_draws(value: object) -> bool:
+    try:
+        return is_plain(value) or is_generator(value)
+    except Exception:  # noqa: BLE001 - of a user's class, whatever it raises when it is looked at
+        return False
 
 
 def small(value: Any, *, is_kept: bool = False, waits: bool = True) -> dict[str, Any] | None:

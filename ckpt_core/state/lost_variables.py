@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -479,19 +480,41 @@ def is_done_with(holder: object, name: str, *, others: int) -> bool:
     are read.
     """
     with contextlib.suppress(Exception):  # of variables, whatever they do when they are looked at
-        variables, iterations = _variables_with(holder, name)
-        if not any(_is_kept(variable, frame) for variable, frame in variables):
-            return _references(holder, name) <= 1 + others + iterations + len(variables)
+        running = _frames(sys._getframe(1))
+        variables, references = _variables_with(holder, name, running), _references(holder, name)
+        if any(_is_kept(variable, frame) for variable, frame in variables):
+            return False
+        more = references - (1 + others + len(variables))
+        if more <= 0 or _had_by_others.get(holder) == references:
+            return more <= 0
+        waiting, iterations = _generators_with(holder, name, running)
+        variables = _variables_with(holder, name, waiting)
+        if len(variables) + iterations >= more:
+            return not any(_is_kept(variable, frame) for variable, frame in variables)
+        _had_by_others[holder] = references
     return False
 
 
-def _variables_with(holder: object, name: str) -> tuple[list[tuple[str, types.FrameType]], int]:
-    """Return the variables that have what an attribute has, and how many generators of libraries do."""
-    thing, frames = getattr(holder, name), _frames(sys._getframe(2))
-    waiting = [one.gi_frame for one in gc.get_referrers(thing) if isinstance(one, types.GeneratorType)]
-    of_others = [one for one in waiting if one and not is_librarys_module(one.f_globals.get("__name__"))]
-    found = [(v, frame) for frame in [*frames, *of_others] for v, value in variables_of(frame) if value is thing]
-    return found, len(waiting) - len(of_others)
+# by who has it, where a look at all objects of the process has found that others use it: how many references there were
+_had_by_others: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+
+def _variables_with(holder: object, name: str, frames: Sequence[types.FrameType]) -> list[tuple[str, types.FrameType]]:
+    """Return the variables that have what an attribute has."""
+    thing = getattr(holder, name)
+    return [(variable, frame) for frame in frames for variable, value in variables_of(frame) if value is thing]
+
+
+def _generators_with(
+    holder: object, name: str, running: Sequence[types.FrameType]
+) -> tuple[list[types.FrameType], int]:
+    """Return the generators that wait and have what an attribute has: the script's, and how many are of libraries."""
+    # Python 3.10 names their frames, later ones the generators
+    found = [getattr(one, "gi_frame", one) for one in gc.get_referrers(getattr(holder, name))]
+    waiting = [one for one in found if isinstance(one, types.FrameType) and one.f_code.co_flags & inspect.CO_GENERATOR]
+    waiting = [one for one in waiting if one not in running]
+    own = [one for one in waiting if not is_librarys_module(one.f_globals.get("__name__"))]
+    return own, len(waiting) - len(own)
 
 
 def _is_kept(variable: str, frame: types.FrameType) -> bool:

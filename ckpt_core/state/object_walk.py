@@ -29,6 +29,7 @@ _DEPTH = 8
 _OBJECTS = 5000
 _ITEMS = 256
 _SAMPLE = 64
+_MOST_SHARED = (1 << 18) + 1  # numbers: one more than are captured
 
 # collators of transformers draw masks from a generator of theirs, and the Trainer wraps them
 _ENTERED = ("torch.utils.data", "torch.nn", "transformers.data.data_collator", "transformers.trainer_utils")
@@ -87,11 +88,11 @@ def set_by_libraries(kind: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def shared_value(value: Any) -> Any:
-    """Return the number in shared memory that an object of ``multiprocessing`` or ctypes is, or some of an array."""
+def shared_value(value: Any, most: int = _SAMPLE) -> Any:
+    """Return the number in shared memory that an object of ``multiprocessing`` or ctypes is, or the first of many."""
     # past its lock, which a process that is gone may hold
     inner: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
-    return list(inner[:_SAMPLE]) if isinstance(inner, ctypes.Array) else inner.value
+    return list(inner[:most]) if isinstance(inner, ctypes.Array) else inner.value
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
@@ -240,7 +241,7 @@ def reach(
             if plain and not in_functions:
                 yield Found(path, child, put)
         elif isinstance(child, SynchronizedBase):
-            if plain and not in_functions and is_plain(value := shared_value(child)):
+            if plain and not in_functions and is_plain(value := shared_value(child, _MOST_SHARED)):
                 yield Found(path, value, functools.partial(_share, child))
         else:
             yield from walk(child, path, depth)

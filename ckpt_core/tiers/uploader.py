@@ -84,8 +84,12 @@ class Uploader:
             if directory in self._seen:
                 return
             self._seen.add(directory)
-        names = os.listdir(directory) if os.path.isdir(directory) else []
-        look = functools.partial(self._look_for_leftovers, directory, ending, set(names))
+        try:
+            names = set(os.listdir(directory)) if os.path.isdir(directory) else set()
+        except OSError as error:
+            logger.warning("the search for leftovers of %s failed: %s", directory, error)
+            return
+        look = functools.partial(self._look_for_leftovers, directory, ending, names)
         self._submit(Job(directory, look, "search for leftovers", is_pending=False, raises=False))
 
     def remove(self, path: str, delete: Delete) -> None:
@@ -160,7 +164,8 @@ class Uploader:
         size = self._sender.send(path, say)
         with self._lock:
             self._unsent.pop(path, None)
-            self._submit_unless_waiting(self._unsent)
+            if size is not None:
+                self._submit_unless_waiting(self._unsent)
             withheld, self._withheld = ([], self._withheld) if self._unsent else (self._withheld, [])
         if size is not None:
             seconds = time.perf_counter() - started

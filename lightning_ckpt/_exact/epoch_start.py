@@ -90,7 +90,8 @@ class EpochStart:
             state = states.get(callback.state_key)
             found = [*state.items()] if isinstance(state, Mapping) else []
             own = vars(callback)
-            kept.append((own, {n: v for n, v in found if type(v) in (bool, int, float) and own.get(n) == v}))
+            numbers = {n: v for n, v in found if type(v) in (bool, int, float) and type(own.get(n)) is type(v)}
+            kept.append((own, {n: v for n, v in numbers.items() if own[n] == v}))
         yield
         for own, numbers in kept:
             own.update(numbers)

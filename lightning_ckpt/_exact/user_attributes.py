@@ -168,9 +168,7 @@ class UsersObjects(Live):
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
             made = {
-                path: one.value
-                for path, (_, one) in found[name].items()
-                if self._is_made(name, path, changed[name]) and not self._plain[name].has_opened(one)
+                path: one.value for path, (_, one) in found[name].items() if self._is_made(name, path, changed[name])
             }
             if again is not None:
                 earlier = (before or {}).get(name, {})

@@ -93,6 +93,7 @@ def test_a_process_of_an_earlier_start_that_ends_late_is_not_the_rank_of_now(tmp
         told, theirs = fork.Pipe()
         process = fork.Process(target=_take_part, args=(saved, session, theirs), daemon=True)
         process.start()
+        theirs.close()
         assert told.recv() == "began"
         processes[session] = process, told
     mine = Survivors(saved, 1, 2, "now")

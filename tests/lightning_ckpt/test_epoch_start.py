@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
@@ -66,6 +67,18 @@ class Annealed(Model):
 
     def loss(self, batch: Any) -> torch.Tensor:
         return super().loss(batch) * self.weight
+
+
+class AnnealedByCount(Annealed):
+    """Counts beside an object that no other process has."""
+
+    def on_train_epoch_start(self) -> None:
+        self.steps = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.steps += 1
+        self.last, self.weight = object(), 1.0 / self.steps
+        return super().loss(batch)
 
 
 class AnnealedByMetric(Annealed):
@@ -162,6 +175,22 @@ class ScalesTheLoss(Callback):
         pl_module.scale = 1.0 + trainer.current_epoch
 
 
+class CountsInAnArray(Callback):
+    """Has a number in its state for what is an array in an attribute of the same name."""
+
+    def __init__(self) -> None:
+        self.seen = np.zeros(3)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": float(self.seen.sum())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = np.full(3, state_dict["seen"] / 3)
+
+
 class Scaled(Model):
     def loss(self, batch: Any) -> torch.Tensor:
         return super().loss(batch) * self.scale
@@ -190,6 +219,7 @@ TRAININGS = {
     "eval mode": Training(InEval),
     "eval mode in the middle": Training(EvalLater),
     "annealing by step and chance": Training(Annealed),
+    "annealing by count": Training(AnnealedByCount),
     "annealing by metric": Training(AnnealedByMetric),
     "requires_grad": Training(FreezesAndThaws),
     "settings of modules": Training(SetsItsModules),
@@ -198,6 +228,7 @@ TRAININGS = {
     "running window": Training(Runs),
     "set_epoch": Training(TellsItsData),
     "callback": Training(Scaled, lambda: [ScalesTheLoss()]),
+    "callback with an array": Training(Model, lambda: [CountsInAnArray()]),
     "fine-tuning": Training(FineTuned, lambda: [Thaws()]),
     "learning rate of a backbone": Training(HasBackbone, warms_up, {"max_epochs": 4}),
     "weight averaging": Training(Model, averages, {"max_epochs": 4}, is_plain="state_dict" in vars(SWALR)),

@@ -74,19 +74,19 @@ def test_what_was_changed_in_place_stays_the_same_object(make: Any) -> None:
     assert int(same[1]) == 7
 
 
-@pytest.mark.parametrize("make", [lambda: Value("d", 0.5), lambda: Array("i", [3, 1, 2])])
+@pytest.mark.parametrize("make", [lambda: Value("d", 0.5), lambda: Array("i", [3, *range(1, 100)])])
 def test_what_processes_share_is_set_where_they_share_it(make: Any) -> None:
     owner, fresh = Holder(), Holder()
     owner.inner, fresh.inner = make(), make()
     plain, other, same = PlainState(owner), PlainState(fresh), fresh.inner
     assert plain.capture() == ({}, [])
     if isinstance(owner.inner.get_obj(), ctypes.Array):
-        owner.inner[1] = 7
+        owner.inner[99] = 7
     else:
         owner.inner.value = 7.0
     assert other.restore(plain.capture()[0]) == []
     assert fresh.inner is same
-    assert (same[:] == [3, 7, 2]) if isinstance(same.get_obj(), ctypes.Array) else (same.value == 7.0)
+    assert (same[:] == [3, *range(1, 99), 7]) if isinstance(same.get_obj(), ctypes.Array) else (same.value == 7.0)
 
 
 @pytest.mark.parametrize("opened", [io.BytesIO(b"read"), {"a": io.BytesIO()}, torch.zeros(1 << 25)])
@@ -95,8 +95,11 @@ def test_a_flag_of_what_no_other_process_has_is_left_to_who_opens_it_again(opene
     owner.flag, owner.count, owner.name, owner.order, owner.file = False, 0, None, [1, 2], None  # type: ignore[attr-defined]
     plain = PlainState(owner)
     owner.flag, owner.count, owner.name, owner.order, owner.file = True, 1, "a", [2, 1], opened  # type: ignore[attr-defined]
-    values, _ = plain.capture()
+    values, left_out = plain.capture()
     assert [*values] == ["order"]
+    assert "count" in left_out
+    owner.count = 2  # type: ignore[attr-defined]
+    assert sorted(plain.capture()[0]) == ["count", "order"]
     owner.file = None  # type: ignore[attr-defined]
     assert sorted(plain.capture()[0]) == ["count", "flag", "name", "order"]
 

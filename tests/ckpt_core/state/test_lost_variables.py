@@ -787,6 +787,39 @@ def closes_over(others: list[Any]) -> list[bool]:
     return [variables_module.is_done_with(holder, "value", others=1)]
 
 
+def in_a_generator(others: list[Any], keeps: str = "") -> list[bool]:
+    return list(_runs_as_a_generator(others, keeps))
+
+
+def _runs_as_a_generator(others: list[Any], keeps: str) -> Iterator[bool]:
+    kept = {}
+    for number in range(2):
+        holder = Holder(object())
+        value = holder.value
+        if keeps == "a dictionary":
+            kept[number] = value
+        others.append(value)
+        yield variables_module.is_done_with(holder, "value", others=1)
+
+
+def for_a_generator(others: list[Any], keeps: str = "") -> list[bool]:
+    found, kept = [], {}
+    for number in range(2):
+        holder = Holder(object())
+        waits = _hands_out(holder.value, others)
+        next(waits)
+        if keeps == "a dictionary":
+            kept[number] = holder.value
+        found.append(variables_module.is_done_with(holder, "value", others=1))
+        found.append(variables_module.is_done_with(holder, "value", others=1))
+    return found
+
+
+def _hands_out(value: Any, others: list[Any]) -> Iterator[None]:
+    others.append(value)
+    yield
+
+
 def reads_again(others: list[Any]) -> list[bool]:
     found: list[bool] = []
     value, holder = None, Holder(object())
@@ -804,6 +837,10 @@ def reads_again(others: list[Any]) -> list[bool]:
         (uses_up, True),
         (functools.partial(uses_up, keeps="a dictionary"), False),
         (functools.partial(uses_up, keeps="an attribute"), False),
+        (in_a_generator, True),
+        (functools.partial(in_a_generator, keeps="a dictionary"), False),
+        (for_a_generator, True),
+        (functools.partial(for_a_generator, keeps="a dictionary"), False),
         (closes_over, False),
         (reads_again, False),
     ],
