@@ -119,7 +119,7 @@ class ExactState(Live):
         self._users = UsersObjects(trainer)
         self._variables = ScriptVariables(trainer, self._warn)
         self._lengths = EpochLengths()
-        self._is_in_epoch = self._is_inside = self._is_cut = False
+        self._is_in_epoch = self._is_inside = self._is_cut = self._trains = False
         self._versions_at_end: int | None = None
         self._changes_late = self._hooks_are_over = False
         self._after_hooks: list[Callable[[], None]] = []
@@ -191,6 +191,7 @@ class ExactState(Live):
 
     def fit_started(self) -> None:
         """The model is wrapped and on its device; nothing has been trained."""
+        self._trains = False
         if self._trainer.world_size > 2:
             rebuild_ddp_buckets(self._trainer.strategy.model)
         self._post_local_sgd.fit_started()
@@ -202,6 +203,7 @@ class ExactState(Live):
     def training_starts(self) -> None:
         """The hooks ``on_train_start`` run; the loops will look at their counters next."""
         self._after_fit = None
+        self._trains = not self._is_inside
         precision, self._precision = self._precision, None
         if precision is not None:
             precision.restore_optimizers(self._trainer.optimizers, self._trainer.lightning_module)
@@ -551,7 +553,7 @@ class ExactState(Live):
             in_epoch=phase not in ("between_epochs", "epoch_end"),
             ends=ends,
             looks=looks,
-            names=not begun,  # a search that runs before the training saves, and changes attributes
+            names=self._trains,  # a search that runs before the training saves, and changes attributes
             again=None if again is None else again.attributes,
             before=self._before if phase == "validation" else None,
         )

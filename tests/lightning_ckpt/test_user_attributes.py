@@ -868,7 +868,10 @@ class Swaps(Plain):
 
 
 def searches() -> list[Any]:
-    return [BatchSizeFinder(max_trials=1, steps_per_trial=1), LearningRateFinder(num_training_steps=4)]
+    return [
+        BatchSizeFinder(max_trials=3, steps_per_trial=2),
+        LearningRateFinder(num_training_steps=4, early_stop_threshold=None),
+    ]
 
 
 @pytest.mark.parametrize(("model", "make"), [(Searched, searches), (Swaps, list)], ids=["searches", "swaps"])
