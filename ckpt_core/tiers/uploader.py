@@ -87,7 +87,7 @@ class Uploader:
         try:
             names = set(os.listdir(directory)) if os.path.isdir(directory) else set()
         except OSError as error:
-            logger.warning("the search for leftovers of %s failed: %s", directory, error)
+            logger.warning("could not list the checkpoints in %s: %s", directory, error)
             return
         look = functools.partial(self._look_for_leftovers, directory, ending, names)
         self._submit(Job(directory, look, "search for leftovers", is_pending=False, raises=False))
