@@ -318,7 +318,7 @@ class Counts(PlainState):
             if first is not None:
                 known = found.value if isinstance(found.value, _FEW) else fingerprint(found.value)
                 self._places[found.path] = found, known, {**first, "in_place": True}
-                if id(found.holder) not in self._types:
+                if isinstance(found.holder, dict) and id(found.holder) not in self._types:
                     self._types[id(found.holder)] = _types_in(found.holder)
 
     def numbers(self) -> dict[str, Any]:

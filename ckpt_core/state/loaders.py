@@ -147,7 +147,6 @@ class LoaderTracker:
         self._worker_batches: list[int] = [0] * self.workers
         self._throwaway_base = 0
         self._marks = 0  # of this pass
-        self._reads_on = False
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
         self._resumed_workers: list[Any] = []
@@ -256,11 +255,13 @@ class LoaderTracker:
         shares = ((batches - worker + self.workers - 1) // self.workers for worker in range(self.workers))
         return [made + share - self._throwaway_base for made, share in zip(self._worker_batches, shares, strict=True)]
 
+    def _reads_on(self, of: SamplerPass | None) -> bool:
+        """Whether the batches of a pass, if there were any, came of an iterator that is none of this pass."""
+        return self.method == "skip" and _drawn(of) == 0 and not self.alive
+
     def mark(self) -> LoaderMark:
         """Remember where the loader is before a fetch."""
         self._marks += 1
-        if self._marks == 2:
-            self._reads_on = self.method == "skip" and _drawn(self._pass()) == 0 and not self.alive
         if self._marks > 1 and self._marks & (self._marks - 1) == 0 and self.workers == 0:
             self.carried.look()  # batches may have made generators, the first ones above all
         state = self.loader.state_dict() if self.method == "load" else None
@@ -291,7 +292,7 @@ class LoaderTracker:
         if self.method == "load":
             # the state of a pass of which nothing was taken may still be that of the end of the pass before
             state["state"] = dict(mark.state or {}) if position else self._state_before_pass
-        if self._reads_on:
+        if position and self._reads_on(mark.sampler_pass):
             return {**state, "problem": _READS_ON}
         return {**state, **self._states_of_workers(position)} if self.workers else state
 
@@ -299,7 +300,7 @@ class LoaderTracker:
         """Capture the state from which the loader begins its next pass."""
         state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
         state["state"] = self._state_between_passes()
-        if self._reads_on and self.workers:  # which have read ahead
+        if self._marks > 1 and self.workers and self._reads_on(self._pass()):  # which have read ahead
             return {**state, "problem": _READS_ON}
         return {**state, **self._states_of_workers(_drawn(self._pass()))} if self.persistent else state
 
