@@ -183,7 +183,8 @@ class PlainState:
         return type(found.value) in self._TELLS_WHAT_IS_OPEN and self._has_opened(found.holder)
 
     def _has_opened(self, holder: Any) -> bool:
-        known = self._types.get(id(holder))
+        # a list may be where a dictionary was that is gone
+        known = self._types.get(id(holder)) if isinstance(holder, dict) else None
         return known is not None and any(
             type(one) is not known.get(name) and not _is_plain_or_draws(one) for name, one in [*holder.items()]
         )

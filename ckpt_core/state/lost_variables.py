@@ -510,7 +510,8 @@ def _generators_with(
 ) -> tuple[list[types.FrameType], int]:
     """Return the generators that wait and have what an attribute has: the script's, and how many are of libraries."""
     # Python 3.10 names their frames, later ones the generators
-    found = [getattr(one, "gi_frame", one) for one in gc.get_referrers(getattr(holder, name))]
+    referrers = gc.get_referrers(getattr(holder, name))
+    found = [one.gi_frame if isinstance(one, types.GeneratorType) else one for one in referrers]
     waiting = [one for one in found if isinstance(one, types.FrameType) and one.f_code.co_flags & inspect.CO_GENERATOR]
     waiting = [one for one in waiting if one not in running]
     own = [one for one in waiting if not is_librarys_module(one.f_globals.get("__name__"))]

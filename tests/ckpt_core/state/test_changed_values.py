@@ -104,6 +104,15 @@ def test_a_flag_of_what_no_other_process_has_is_left_to_who_opens_it_again(opene
     assert sorted(plain.capture()[0]) == ["count", "flag", "name", "order"]
 
 
+def test_a_list_in_the_place_of_a_dictionary_that_is_gone_is_looked_at_as_a_list() -> None:
+    owner = Holder()
+    owner.value = [False, [object()]]
+    plain = PlainState(owner)
+    owner.value[0] = True
+    plain._types[id(owner.value)] = {}
+    assert plain.capture()[1] == []
+
+
 def test_only_changes_are_captured_and_large_ones_are_named() -> None:
     owner = Holder()
     owner.value, owner.inner, owner.cache = [0] * 300_000, [1, 2], {}  # type: ignore[attr-defined]
