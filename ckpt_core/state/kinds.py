@@ -87,6 +87,28 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
 
 
+def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copy the buffers that a model's ``state_dict`` has to host memory, each once; of a distributed one, this piece.
+
+    They are read where they are, because some strategies collect a state on rank 0 alone.
+    """
+    unsaved = {id(part._buffers[name]) for part in model.modules() for name in part._non_persistent_buffers_set}
+    own = {id(buffer): (name, buffer) for name, buffer in buffers_by_name(model).items() if id(buffer) not in unsaved}
+    return {name: _piece(buffer).detach().to("cpu", copy=True) for name, buffer in own.values()}
+
+
+def restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put a rank's buffers back, where the model still has them."""
+    with torch.no_grad():
+        for name, buffer in buffers_by_name(model).items() if saved else ():
+            if name in saved and saved[name].shape == _piece(buffer).shape:
+                _piece(buffer).copy_(_piece(saved[name]))
+
+
+def _piece(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """Put the parts of all ranks into one state; None stands for a rank that could not report."""
     ranks = [None if state is None else dict(state) for state in per_rank]

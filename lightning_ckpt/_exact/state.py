@@ -32,7 +32,7 @@ from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.ddp import rebuild_ddp_buckets, unsaved_hook_states
 from ckpt_core.state.fast_pickle import Noted
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
-from ckpt_core.state.kinds import Kind, buffers_by_name, join_ranks, parameters_of, state_of_rank
+from ckpt_core.state.kinds import Kind, capture_buffers, join_ranks, parameters_of, restore_buffers, state_of_rank
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
@@ -424,7 +424,7 @@ class ExactState(Live):
         mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
         if not mine:
             return
-        mine["per_rank"] = {**mine["per_rank"], "buffers": self._own_buffers(checkpoint.get("state_dict", {}))}
+        mine["per_rank"] = {**mine["per_rank"], "buffers": self._own_buffers()}
         if is_routed(self._trainer.strategy):
             checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
         counters = self._post_local_sgd.counters()
@@ -442,11 +442,14 @@ class ExactState(Live):
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
 
-    def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the buffers of a rank that has others than rank 0, such as BatchNorm's statistics without DDP."""
-        if self._trainer.is_global_zero or getattr(self._trainer.strategy.model, "broadcast_buffers", False):
-            return {}
-        return {name: weights[name] for name in buffers_by_name(self._trainer.lightning_module) if name in weights}
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of a rank that has others than rank 0, such as BatchNorm's statistics without DDP.
+
+        DDP gives all ranks those of rank 0 before a forward pass, but not after one in an open accumulation window.
+        """
+        model, module = self._trainer.strategy.model, self._trainer.lightning_module
+        takes = getattr(model, "broadcast_buffers", False) and model.require_forward_param_sync
+        return {} if self._trainer.is_global_zero or takes else capture_buffers(module)
 
     @functools.cached_property
     def _goes_back_to(self) -> str:
@@ -585,6 +588,7 @@ class ExactState(Live):
                 "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
                 "validation": self._validation_generators(looks=looks),
                 "recorder": self._recording.capture() if self._recording is not None else None,
+                "takes_buffers": getattr(self._trainer.strategy.model, "require_forward_param_sync", True),
             },
             "notes": notes,
         }
@@ -764,10 +768,9 @@ class ExactState(Live):
         self._counters.resumed(shared["phase"])
         restore_metrics(self._internals, module, mine["metrics"])
         self._look_again()
-        with torch.no_grad():
-            for name, buffer in buffers_by_name(module).items() if mine.get("buffers") else ():
-                if name in mine["buffers"]:
-                    buffer.copy_(mine["buffers"][name])
+        restore_buffers(module, mine.get("buffers", {}))
+        if not resharded and hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
+            self._trainer.strategy.model.require_forward_param_sync = mine.get("takes_buffers", True)
         self._restore_gradients(module, mine["gradients"])
         self._users.generators.look()
         self._users.generators.restore_generators(mine.get("generators", {}))

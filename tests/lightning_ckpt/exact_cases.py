@@ -64,6 +64,8 @@ class Model(pl.LightningModule):
             # more than one gradient bucket under DDP
             layers = [torch.nn.Linear(512, 512) for _ in range(8)]
             self.net = torch.nn.Sequential(torch.nn.Linear(4, 512), *layers, torch.nn.Linear(512, 1))
+        if self.options.get("statistics"):
+            self.register_buffer("level", torch.zeros(()))
         self.average = torchmetrics.MeanMetric()
         self.unlogged = torchmetrics.MeanMetric()
         self.automatic_optimization = not self.options.get("manual")
@@ -94,6 +96,9 @@ class Model(pl.LightningModule):
         total = torch.zeros(())
         for _, x in first_batches(batch):
             y = self.net(x + 0.01 * float(np.random.randn()) + 0.01 * random.random())
+            if self.options.get("statistics"):
+                y = y - self.level
+                self.level.lerp_(y.detach().mean(), 0.5)
             total = total + ((self.other(y) - x.sum(1, keepdim=True)) ** 2).mean()
         return total
 

@@ -5,7 +5,7 @@ Reads one specification per line from its standard input, forks a process per ra
 
     {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
      "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
-     "machines": true, "shards": 2, "answers": 1e6, "then": ["test", "predict", "fit"], "finder": {...},
+     "machines": true, "shards": 2, "whole": true, "answers": 1e6, "then": ["test", "predict", "fit"], "finder": {...},
      "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...], "never_durable": [rank, ...],
      "name": "first"}
 """
@@ -156,7 +156,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     model = (Sharded if is_sharded else Stages)(spec.get("options", {}))
     if is_sharded:
         replicas = spec["ranks"] // spec["shards"]
-        strategy = ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=spec["shards"])
+        sizes = {"data_parallel_size": replicas, "tensor_parallel_size": spec["shards"]}
+        strategy = ModelParallelStrategy(**sizes, save_distributed_checkpoint=not spec.get("whole"))
     signals = [Signals(*rest) for target, *rest in spec.get("signals", []) if target == rank]
     callbacks: list[Any] = [*signals, Patience(signals)]
     callbacks += [OwnGenerators()] if spec.get("own_generators") else []

@@ -53,6 +53,10 @@ CASES = {
         "on_train_epoch_end", 2, {"loader": "stateful_distributed", "workers": 2}, DDP
     ),
 }
+# each rank keeps its own statistics until DDP exchanges gradients again
+CASES["two ranks, statistics, accumulation"] = Case(
+    "on_train_batch_end", 6, {"statistics": True}, {**DDP, "accumulate_grad_batches": 4}
+)
 THREE = {"devices": 3, "strategy": "ddp", "accumulate_grad_batches": 2}
 CASES["three ranks"] = Case("on_train_batch_end", 3, {"wide": True}, THREE)
 # with each of our own ways to store where one process and where several save

@@ -294,9 +294,15 @@ def test_open_accumulation_window_goes_on(runs: Runs, tmp_path: Path, kind: str)
         assert {g.shape for rank in gradients for g in rank.values()} == {(8, 8), (7, 8), (8,), (7,), (2, 15), (1, 15)}
 
 
-def test_each_rank_of_fsdp_continues_with_its_own_statistics(job: Job, tmp_path: Path) -> None:
-    spec = {"shards": 2, "io": "ShardedCheckpointIO", "settings": {"every_n_train_steps": 5}, "own_generators": True}
-    spec["options"] = {"wrapped": True}  # which state dicts do not show
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"io": "ShardedCheckpointIO", "options": {"wrapped": True}},  # which state dicts do not show
+        {"io": None, "whole": True},
+    ],
+)
+def test_each_rank_of_fsdp_continues_with_its_own_statistics(job: Job, tmp_path: Path, saves: Any) -> None:
+    spec = {"shards": 2, "settings": {"every_n_train_steps": 5}, "own_generators": True, **saves}
     whole = job.run(tmp_path, "whole", **spec)
     resumed = job.run(tmp_path, "resumed", **spec, resume=str(tmp_path / "saved" / "step=5.ckpt"), seed=77)
     for found, expected in zip(resumed, whole, strict=True):
