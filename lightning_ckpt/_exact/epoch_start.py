@@ -16,6 +16,7 @@ import torch
 
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.metrics import torchmetrics_of
+from lightning_ckpt._exact.parameter_groups import Groups, ParameterGroups
 from lightning_ckpt._private.loops import Internals
 
 # they train, and restore what they have trained; what they find is captured
@@ -28,26 +29,27 @@ _HOOK = "on_train_epoch_start"
 class EpochStart:
     """Runs the hooks ``on_train_epoch_start`` of one fit.
 
-    ``begun`` is with what those of the last epoch were run: counters, generators, values for callbacks.
+    ``begun`` is with what those of the last epoch were run: counters, generators, values for callbacks, groups of
+    parameters.
     """
 
-    def __init__(self, internals: Internals) -> None:
-        self._internals = internals
-        self.begun: tuple[dict[str, Any], RngState, dict[str, Any]] | None = None
+    def __init__(self, internals: Internals, groups: ParameterGroups) -> None:
+        self._internals, self._groups = internals, groups
+        self.begun: tuple[dict[str, Any], RngState, dict[str, Any], Groups | None] | None = None
 
     def run(self, begin: Callable[[], None]) -> None:
         """Begin an epoch, and remember with what its hooks are run."""
         metrics = dict(self._internals.connector._callback_metrics)
-        self.begun = self._internals.progress(), RngState.capture(), metrics
+        self.begun = self._internals.progress(), RngState.capture(), metrics, self._groups.capture()
         begin()
 
     def capture(self) -> dict[str, Any] | None:
         """Return with what the hooks of the last epoch were run."""
         if self.begun is None:
             return None
-        progress, rng, metrics = self.begun
+        progress, rng, metrics, groups = self.begun
         values = {name: v.detach().to("cpu", copy=True) for name, v in metrics.items() if isinstance(v, torch.Tensor)}
-        return {"progress": progress, "rng": rng.encode(), "metrics": values}
+        return {"progress": progress, "rng": rng.encode(), "metrics": values, "groups": groups}
 
     def run_again(
         self,
@@ -71,13 +73,14 @@ class EpochStart:
             rng.restore()
             metrics = {name: value.to(device) for name, value in begun["metrics"].items()}
             self._internals.connector._callback_metrics = metrics
-            self.begun = dict(begun["progress"]), rng, dict(metrics)
+            self.begun = dict(begun["progress"]), rng, dict(metrics), begun.get("groups")
         module = self._internals.trainer.lightning_module
         with (
             self._kept_numbers(callbacks),
             self._quiet(),
             self._kept_metrics(module),
             self._kept_optimizers(schedulers),
+            self._groups.lent(begun.get("groups")),
             self._kept_weights(module),
         ):
             begin()
@@ -132,7 +135,6 @@ class EpochStart:
             if number >= len(before) or config.scheduler is not before[number]:
                 config.scheduler.load_state_dict(state)
         for optimizer, settings in kept:
-            del optimizer.param_groups[len(settings) :]
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 for name, value in values.items():
                     if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):

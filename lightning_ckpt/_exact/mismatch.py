@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.kinds import Kind
+from lightning_ckpt._exact.parameter_groups import restore_groups
+from lightning_ckpt._exact.state import KEY
 from lightning_ckpt._private.replacing import replace
 
 _SHOWN = 5
@@ -38,6 +41,8 @@ def name_mismatches(trainer: Any) -> None:
             ) from error
 
     def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+        shared = checkpoint.get(KEY, {}).get(Kind.REPLICATED.value, {})
+        restore_groups(trainer, shared.get("groups"), checkpoint.get("optimizer_states", ()))
         try:
             load_optimizers(checkpoint)
         except StateMismatchError:

@@ -44,6 +44,7 @@ from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
 from lightning_ckpt._exact.lost_variables import ScriptVariables
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
+from lightning_ckpt._exact.parameter_groups import ParameterGroups
 from lightning_ckpt._exact.precision import Precision, as_python_numbers
 from lightning_ckpt._exact.rank_states import continue_elastic, elastic_causes, keep_apart, put_back, state_for_rank
 from lightning_ckpt._exact.user_attributes import Digests, UsersObjects
@@ -114,7 +115,8 @@ class ExactState(Live):
         self._counters = Counters(self._internals, self._run_inside)
         self._accumulation = Accumulation(trainer)
         self._limits = Limits(self._internals)
-        self._epoch = EpochStart(self._internals)
+        self._groups = ParameterGroups(trainer)
+        self._epoch = EpochStart(self._internals, self._groups)
         self._modes = Modes(trainer.lightning_module)
         self._users = UsersObjects(trainer)
         self._variables = ScriptVariables(trainer, self._warn)
@@ -195,6 +197,7 @@ class ExactState(Live):
         if self._trainer.world_size > 2:
             rebuild_ddp_buckets(self._trainer.strategy.model)
         self._post_local_sgd.fit_started()
+        self._groups.begin()
         if self._precision is not None:
             self._precision.restore_weights(self._trainer.lightning_module)
         self._limits.fit_started()
@@ -572,6 +575,7 @@ class ExactState(Live):
                 if looks
                 else {},
                 "limits": self._limits.capture(),
+                "groups": self._groups.capture(),
                 "epoch_lengths": self._lengths.capture(None if in_epoch else self._whole_epoch()),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
@@ -584,11 +588,11 @@ class ExactState(Live):
                 "data": data,
                 "metrics": metrics.encode(self._internals),
                 "buffers": {},
+                "takes_buffers": getattr(self._trainer.strategy.model, "require_forward_param_sync", True),
                 "gradients": self._gradients(batches, in_epoch),
                 "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
                 "validation": self._validation_generators(looks=looks),
                 "recorder": self._recording.capture() if self._recording is not None else None,
-                "takes_buffers": getattr(self._trainer.strategy.model, "require_forward_param_sync", True),
             },
             "notes": notes,
         }

@@ -207,6 +207,19 @@ class HasBackbone(FineTuned):
         self.backbone = self.other
 
 
+class AddsGroups(Model):
+    """Trains more from an epoch on; who resumes has an optimizer without that."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": self.other.parameters(), "lr": 0.1})
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.9
+
+
 def warms_up() -> list[Any]:
     return [BackboneFinetuning(0, lambda_func=lambda epoch: 1.5, backbone_initial_lr=1e-4, should_align=False)]
 
@@ -229,6 +242,7 @@ TRAININGS = {
     "set_epoch": Training(TellsItsData),
     "callback": Training(Scaled, lambda: [ScalesTheLoss()]),
     "callback with an array": Training(Model, lambda: [CountsInAnArray()]),
+    "groups of parameters": Training(AddsGroups),
     "fine-tuning": Training(FineTuned, lambda: [Thaws()]),
     "learning rate of a backbone": Training(HasBackbone, warms_up, {"max_epochs": 4}),
     "weight averaging": Training(Model, averages, {"max_epochs": 4}, is_plain="state_dict" in vars(SWALR)),
@@ -242,9 +256,10 @@ def test_hooks_of_the_epochs_start_have_run(name: str, tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    "name", ["eval mode in the middle", "requires_grad", "settings of modules", "fine-tuning", "running window"]
-)
+AFTER_AN_EPOCH = "eval mode in the middle, requires_grad, settings of modules, fine-tuning, running window"
+
+
+@pytest.mark.parametrize("name", [*AFTER_AN_EPOCH.split(", "), "groups of parameters"])
 def test_modes_are_as_they_were_after_an_epoch(name: str, tmp_path: Path) -> None:
     expected, found, said = train_and_resume(TRAININGS[name], tmp_path, END)
     assert not said
