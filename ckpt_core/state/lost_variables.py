@@ -168,10 +168,16 @@ class Variables:
         self._at_load: dict[str, str] = {}
         self._lost: list[str] | None = None
         self._only_logged: list[str] = []
+        self._made_once: dict[str, str] = {}  # what is lost may be made as it was: by their names, what tells it
         self._loose: dict[str, Any] = {}  # how far iterators are that are in no variable, by their names
         self._loose_first: dict[str, Any] = {}  # how far they were when a new run trained on its first batch
         self._trained = False
         self._known: Known | None = None
+
+    @property
+    def told_later(self) -> Collection[str]:
+        """The names of what is lost, but may be made as it was: that will show."""
+        return self._made_once
 
     def handed_out(self, *, begins: bool) -> None:
         """Note that the script is given a batch, the first of an epoch or another one."""
@@ -207,7 +213,7 @@ class Variables:
     @_harmless
     def ends(self) -> None:
         """The training is over."""
-        if self._trained and self._caches:
+        if self._trained and (self._caches or self._made_once):
             self._compare_caches(self._found())
 
     @property
@@ -215,7 +221,20 @@ class Variables:
         return {key: noted[0] for key, noted in self._saved.get("values", {}).items() if noted[2] == CACHE}
 
     def _compare_caches(self, found: Mapping[str, _Held]) -> None:
-        """Say which functions have come to something else than what they had cached for the same arguments."""
+        """Say which functions have come to something else than what they had cached for the same arguments.
+
+        So have those that have made something else than what is lost.
+        """
+        anew = {
+            key: found[key].mark
+            for key, mark in self._made_once.items()
+            if self._trained and key in found and found[key].value is not None
+        }
+        others = [key for key, mark in anew.items() if mark != self._made_once[key]]
+        # its parameters, in a list, have been trained
+        if others := [key for key in others if not self._are_parameters(found[key].value)]:
+            self._say(others)
+        self._made_once = {key: mark for key, mark in self._made_once.items() if key not in anew}
         caches = self._caches if self._trained else {}
         lost = {key: found[key] for key in caches if key in found and is_other(caches[key], found[key].mark)}
         source = _source_of([*lost.values()], self._watched()) if lost else None
@@ -223,6 +242,10 @@ class Variables:
         if names:
             self._say(names)
             self._saved = {**self._saved, "values": {k: v for k, v in self._saved["values"].items() if k not in names}}
+
+    def _are_parameters(self, value: Any) -> bool:
+        known = set() if self._known is None else self._known.parameters
+        return bool(found := tensors_in(value)) and all(id(one) in known for one in found)
 
     @_harmless
     def capture(self, *, between: bool = False, in_body: bool = False, ends: bool = False) -> dict[str, Any]:
@@ -305,6 +328,9 @@ class Variables:
         has_values = any(held.kind in (VALUE, CODE) or noted[1] == "" for _, held, noted in lost)
         source = _source_of([held for _, held, _ in lost], self._watched()) if has_values else None
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
+        made_once = {key: noted[0] for key, held, noted in missed if _is_made_once(source, held, noted)}
+        self._made_once |= made_once
+        missed = [one for one in missed if one[0] not in made_once]
         # a variable of a function is a part of those that are defined in it, too
         missed.sort(key=lambda one: -one[1].path.count("."))
         used, logged = dict[Any, str](), dict[Any, str]()
@@ -380,7 +406,7 @@ class Variables:
             for name, value in children_of(source):
                 for path, what, one, of, told_by in look.into(name, value):
                     if CELL in path or what == CACHE or (what == CODE and path == name):
-                        found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, path, None, one, of)
+                        found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, f"self.{path}", None, one, of)
         # what is in several is looked at where it is for the longest time
         objects = [
             *((one, [*_of_model(one)]) for one in models),
@@ -430,6 +456,15 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
         _is_used(source, name, one.value) and source.keeps(name, one.value)
         for name, one in zip(names, held, strict=True)
     ]
+
+
+def are_made_once(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+    """Return which values of objects, as of :func:`are_kept`, are made only where there is nothing yet."""
+    if not values:
+        return []
+    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
+    source = _source_of(held)
+    return [source.is_made_once(source.names_of(one.path, None)[-1]) for one in held]
 
 
 def are_set_in(values: Sequence[tuple[type, str, Any]], functions: Collection[str]) -> list[bool]:
@@ -543,6 +578,13 @@ def _sets(method: object, name: str, *, in_place: bool) -> bool:
     return in_place or any(
         step.opcode == _STORE_ATTR and step.argval == name for step in dis.get_instructions(function.__code__)
     )
+
+
+def _is_made_once(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
+    """Whether there is nothing where something was that is made when it is needed."""
+    if source is None or held.value is not None or held.kind != VALUE or not noted[0]:
+        return False
+    return source.is_made_once(source.names_of(held.path, held.code)[-1]) and _decides(source, held, noted)
 
 
 def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:

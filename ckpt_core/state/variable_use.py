@@ -73,6 +73,10 @@ class Source:
         """Whether items are set in a dictionary only where it has none of their key."""
         return name in self._reader.filled_once
 
+    def is_made_once(self, name: str) -> bool:
+        """Whether a value is set only where there is None, or no attribute of that name."""
+        return name in self._reader.made_once and name not in self._reader.set_freely
+
     def names_of(self, path: str, code: types.CodeType | None) -> list[str]:
         """Return the names on the way to a value, the value's own last.
 
@@ -94,7 +98,8 @@ class Source:
                 end = part.replace(CELL, ":")
                 alike = sorted(n for n in self._reader.stored if n.count(":") == 2 and n.endswith(end))
                 # others set one of that name anew in each step, which this would not have come out of
-                names.append(next((n for n in alike if self.keeps(n, 0.0)), alike[0] if alike else part))
+                kept = [n for n in alike if self.keeps(n, 0.0)]
+                names.append(next((n for n in kept if self.decides(n)), [*kept, *alike, part][0]))
             else:
                 names.append(key if key in self._reader.stored else f".{part}")
         while len(names) > 1 and self._is_readable and names[-1] not in self._reader.stored:
@@ -202,6 +207,7 @@ class _Reader(ast.NodeVisitor):
         self.keeps, self.stored, self.set_by_steps, self.set_to, self.set_again = (set[str]() for _ in range(5))
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
         self.called, self.filled_once, self.cleared, self.logged, self.made = (set[str]() for _ in range(5))
+        self.made_once, self.set_freely = set[str](), set[str]()
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.set_in: dict[str, set[str]] = collections.defaultdict(set)
         # to which constant, by which function, and whether unconditionally
@@ -216,6 +222,7 @@ class _Reader(ast.NodeVisitor):
         self._is_running = self._in_class = False
         self._depth = self._loops = 0
         self._into: set[str] | None = self.decides
+        self._is_none: str | None = None  # the name of which that is asked around here
 
     def add(self, other: _Reader) -> None:
         """Know what another one has read, too."""
@@ -295,6 +302,10 @@ class _Reader(ast.NodeVisitor):
                 scope.stored.add(name)
         if not updates and (self._depth or self._loops):
             self.set_again.add(name)
+        if name == self._is_none:
+            self.made_once.add(name)
+        elif self._functions and self._functions[-1][0].partition(":")[0] not in _AT_START:
+            self.set_freely |= set() if isinstance(value, ast.Constant) and value.value is None else {name}
         if inner.resets:
             self.set_by_steps.add(name)
         if self._functions and is_sure and not updates and name not in inner.read:
@@ -478,8 +489,19 @@ class _Reader(ast.NodeVisitor):
         self._flow(found, targets)
         if targets and into is not None and self._into is not None:
             into |= found
-        self._all(node.body, conditional=True)
+        with self._within(_is_none=self._asks_for_none(node.test) or self._is_none):
+            self._all(node.body, conditional=True)
         self._all(node.orelse, conditional=True)
+
+    def _asks_for_none(self, test: ast.expr) -> str | None:
+        """Return the name of what a condition says that there is not yet; None for other conditions."""
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is) and len(test.ops) == 1:
+            other = test.comparators[0]
+            return self._name(test.left) if isinstance(other, ast.Constant) and other.value is None else None
+        called = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else None
+        if isinstance(called, ast.Call) and getattr(called.func, "id", "") == "hasattr" and len(called.args) > 1:
+            return f".{getattr(called.args[1], 'value', None)}"
+        return None
 
     def _if_only_sets(self, body: list[ast.stmt]) -> tuple[set[str] | None, set[str]]:
         """Return where what a condition reads goes, and what is only set, if there is nothing else that it decides."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 from ckpt_core.state.code_origin import is_library
@@ -81,15 +81,25 @@ class ScriptVariables:
         """The run continues from what :meth:`capture` returned."""
         self._variables.resume(saved)
 
-    def lost(self, but: str) -> str | None:
-        """Return which variables training continues without, in words, but those that are named already."""
+    @property
+    def told_later(self) -> Collection[str]:
+        """The names of what is lost, but may be made as it was: that will show."""
+        return self._variables.told_later
+
+    def lost(self) -> list[str]:
+        """Return which variables training continues without."""
         if self._is_trial:
-            return None
+            return []
         self._variables.handed_out(begins=False)
         self._variables.trains()
-        names = [name for name in self._lost if re.sub(r"`(.*)` of (.*)", r"\2.\1", name) not in but]
         self._continues = True
-        return _in_words(names) if names else None
+        return self._lost
+
+
+def lost_in_words(lost: Sequence[str], but: str) -> str | None:
+    """Return which variables are lost, in words, but those that are named already."""
+    names = [name for name in lost if re.sub(r"`(.*)` of (.*)", r"\2.\1", name) not in but]
+    return _in_words(names) if names else None
 
 
 def _in_words(names: Sequence[str]) -> str:

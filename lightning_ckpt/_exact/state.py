@@ -41,7 +41,7 @@ from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all, is_cut_sh
 from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.fit_resume import Resume
 from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
-from lightning_ckpt._exact.lost_variables import ScriptVariables
+from lightning_ckpt._exact.lost_variables import ScriptVariables, lost_in_words
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
 from lightning_ckpt._exact.parameter_groups import ParameterGroups
@@ -814,8 +814,9 @@ class ExactState(Live):
 
     def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> bool:
         ends = shared.get("variables", {}).get("ends", True)
-        problem = self._users.differences(shared.get("changed", {}), before, steps_make_anew=not ends)
-        causes = [problem, self._variables.lost(but=problem or "")]
+        lost, later = self._variables.lost(), self._variables.told_later
+        problem = self._users.differences(shared.get("changed", {}), before, steps_make_anew=not ends, but=later)
+        causes = [problem, lost_in_words(lost, but=problem or "")]
         if any(causes):
             self._warn("; ".join(filter(None, causes)))
             if self._recording is not None:

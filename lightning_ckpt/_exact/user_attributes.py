@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import PlainState, fingerprint, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_kept, are_set_back, are_set_in, in_words
+from ckpt_core.state.lost_variables import are_kept, are_made_once, are_set_back, are_set_in, in_words
 from ckpt_core.state.object_walk import Found, set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
@@ -196,7 +196,8 @@ class UsersObjects(Live):
                 values = self._plain[name].values()
                 found_lost = [(type(owner), path, values.get(path)) for path in lost]
                 anew = dict(zip(lost, are_set_in(found_lost, _VALIDATION_BEGINS), strict=True))
-                stay = zip(lost, are_kept(found_lost), strict=True)
+                once = are_made_once(found_lost)  # what a resume makes of another value is told then
+                stay = zip(lost, (k and not o for k, o in zip(are_kept(found_lost), once, strict=True)), strict=True)
                 named = [path for path, stays in stay if stays or (ends and path in new and not anew[path])]
                 self._looked_at.update((name, path, True) for path in named)
                 if named:
@@ -321,14 +322,19 @@ class UsersObjects(Live):
         )
 
     def differences(
-        self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None, *, steps_make_anew: bool = False
+        self,
+        saved: Mapping[str, Mapping[str, str]],
+        before: Digests | None = None,
+        *,
+        steps_make_anew: bool = False,
+        but: Collection[str] = (),
     ) -> str | None:
         """Return what of module and datamodule is not as it was saved, in words, or ``None``.
 
         ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs, and what
         they had set in the run that saved to the value that it has; but not what they make of what was there, which is
         told of callbacks, too. With ``steps_make_anew``, numbers and texts do not count that, by the source, each step
-        only sets.
+        only sets; nor what is called by a name in ``but``, as :meth:`not_before` has them.
         """
         found: list[tuple[type, str, Any]] = []
         made_of_it: list[tuple[type, str, Any]] = []
@@ -349,6 +355,8 @@ class UsersObjects(Live):
             back = are_set_back([([k], path, v, "") for k, path, v in made_of_it], but=_RUN_ONCE)
             stay = [stays and not anew for stays, anew in zip(stay, back, strict=True)]
         found += [one for one, stays in zip(made_of_it, stay, strict=True) if stays]
+        # of a module in the module, by another class
+        found = [one for one in found if not any(name.startswith(f"`{one[1]}` of ") for name in but)]
         set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
         kept = dict(zip(map(id, set_only), are_kept(set_only), strict=True))
         names = [f"{kind.__name__}.{path}" for one in found for kind, path, _ in [one] if kept.get(id(one), True)]

@@ -338,6 +338,24 @@ def test_what_functions_of_the_data_keep_is_named(tmp_path: Path) -> None:
     assert "begins without variables of the script that training had changed: `seen` of collate" in said[0]
 
 
+def test_what_functions_of_the_data_only_tell_is_not_named(tmp_path: Path) -> None:
+    def counting() -> Callable[..., Any]:
+        told_items = 0
+
+        def collate(items: Any) -> Any:
+            nonlocal told_items
+            told_items += len(items)
+            if told_items % 16 == 0:
+                print(f"{told_items} items")
+            return default_collate(items)
+
+        return collate
+
+    expected, found, said = train_and_resume(Training(over(Items, collate_fn=counting)(0)), tmp_path)
+    assert not said
+    assert found == expected
+
+
 class Draws(Items):
     """Keeps the noise that it has drawn for a sample."""
 

@@ -309,6 +309,30 @@ def test_what_hooks_bring_back_is_not_named(model: type, at: tuple[str, int], tm
     assert found == expected
 
 
+class MakesOnce(Model):
+    """Makes what it needs when it needs it, of what is the same in each run or not."""
+
+    def __init__(self, of_batch: bool = False) -> None:
+        super().__init__()
+        self.of_batch, self.made = of_batch, None
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.made is None:
+            self.made = batch[1].mean(0).tanh() + 1 if self.of_batch else torch.arange(4.0)
+        return super().loss((batch[0], batch[1] * self.made))
+
+
+@pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_what_is_made_where_there_is_none_is_named_if_it_is_another_one(
+    of_batch: bool, at: tuple[str, int], tmp_path: Path
+) -> None:
+    expected, found, said = train_and_resume(Training(lambda: MakesOnce(of_batch)), tmp_path, at)
+    assert (found == expected) != of_batch
+    lost = "begins without variables of the script that training had changed: `made` of MakesOnce"
+    assert bool(said) == any(lost in text for text in said) == of_batch
+
+
 class TellsOfSteps(Callback):
     """Has attributes that steps make, and that the end and the start of an epoch read."""
 

@@ -158,6 +158,47 @@ def test_what_is_set_back(source: Source) -> None:
     assert not source.begins_anew(".best", mark(0.5))  # only if it is a better one
 
 
+MADE = """
+SEED = None
+
+class Grid:
+    def __init__(self):
+        self.points = self.first = self.mean = self.best = self.size = None
+
+    def of(self, x):
+        global SEED
+        if self.points is None:
+            self.points = make(x)
+        if not hasattr(self, "weights"):
+            self.weights = [1.0, 2.0]
+        if SEED is None:
+            SEED = 3
+        if self.mean is None:
+            self.mean = x
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * x
+        if self.first is None:
+            self.first = x
+        self.first += 1
+        if self.best is None or x > self.best:
+            self.best = x
+        if x is None:
+            self.size = 2
+        return self.points
+
+    def forget(self):
+        self.points = None
+"""
+
+
+def test_what_is_made_where_there_is_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(MADE)
+    source = Source([str(tmp_path / "made.py")])
+    made_once = {".points", ".weights", ":SEED"}
+    names = [*made_once, ".mean", ".first", ".best", ".size", ".unknown"]
+    assert {name for name in names if source.is_made_once(name)} == made_once
+
+
 def test_where_no_source_is_everything_matters(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def (")
     source = Source([str(tmp_path / "broken.py"), str(tmp_path / "none.py")])
