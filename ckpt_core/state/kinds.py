@@ -92,7 +92,7 @@ def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     They are read where they are, because some strategies collect a state on rank 0 alone.
     """
-    unsaved = {id(part._buffers[name]) for part in model.modules() for name in part._non_persistent_buffers_set}
+    unsaved = {id(part._buffers.get(name)) for part in model.modules() for name in part._non_persistent_buffers_set}
     own = {id(buffer): (name, buffer) for name, buffer in buffers_by_name(model).items() if id(buffer) not in unsaved}
     return {name: _piece(buffer).detach().to("cpu", copy=True) for name, buffer in own.values()}
 

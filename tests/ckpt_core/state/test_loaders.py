@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
-from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
+from ckpt_core.state.kinds import Kind, capture_buffers, join_ranks, restore_buffers, state_of_rank
 from ckpt_core.state.loaders import FetchHistory, LoaderTracker
 from ckpt_core.state.rng import RngState, pack_rng
 from ckpt_core.state.samplers import RecordingSampler
@@ -317,3 +317,21 @@ def test_reading_that_draws_is_noticed_in_the_first_fetches_and_not_forgotten() 
     history.was_read(1, before)
     history.clear()
     assert history.draws_while_reading
+
+
+def test_buffers_of_a_rank_are_put_back_where_the_model_still_has_them() -> None:
+    def model() -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(3, affine=False))
+        made.register_buffer("table", torch.zeros(4), persistent=False)
+        made.register_buffer("gone", torch.zeros(4), persistent=False)
+        made._buffers.pop("gone")
+        return made
+
+    first, second = model(), model()
+    first[0](torch.randn(8, 2))
+    saved = capture_buffers(first)
+    assert "table" not in saved and len(saved) == 6
+    del second[1].running_var
+    restore_buffers(second, {**saved, "1.running_mean": torch.ones(7)})
+    assert torch.equal(second[0].running_mean, first[0].running_mean)
+    assert torch.equal(second[1].running_mean, torch.zeros(3))
