@@ -1,0 +1,63 @@
+"""What CI runs: both verdicts count, and whoever aborts it leaves nothing running."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).resolve().parents[1] / ".ci" / "run"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of nothing but the targets that CI makes."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(RUN, tmp_path / ".ci")
+    servers = tmp_path / ".ci" / "install_servers"
+    servers.write_text("#!/bin/sh\n")
+    servers.chmod(0o755)
+    return tmp_path
+
+
+def start(project: Path, lint: str, test: str) -> subprocess.Popen[str]:
+    recipes = {"venv": "true", "lint": lint, "test": test}
+    (project / "Makefile").write_text("".join(f"{name}:\n\t@{recipe}\n" for name, recipe in recipes.items()))
+    return subprocess.Popen([project / ".ci" / "run"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize(
+    ("lint", "test", "closing"),
+    [
+        ("true", "echo 3 passed in 1.0s", "lint passed, tests passed\n3 passed in 1.0s\n"),
+        ("echo E501; false", "echo 3 passed in 1.0s", "E501\n"),
+        ("true", "echo 1 failed, 2 passed in 1.0s; false", "lint passed, tests failed\n1 failed, 2 passed in 1.0s\n"),
+        ("true", "echo 3 skipped in 1.0s", "lint passed, tests failed\n3 skipped in 1.0s\n"),
+    ],
+)
+def test_both_run_and_both_count(project: Path, lint: str, test: str, closing: str) -> None:
+    run = start(project, lint, test)
+    output, _ = run.communicate(timeout=60)
+    assert closing in output
+    assert (run.returncode == 0) == ("lint passed, tests passed" in output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_aborted_run_leaves_nothing_running(project: Path, number: signal.Signals) -> None:
+    until_lint = "until test -e begun; do sleep 0.01; done; echo begun"
+    run = start(
+        project, "flock lint.lock sh -c 'touch begun; sleep 600'", f"flock test.lock sh -c '{until_lint}; sleep 600'"
+    )
+    assert run.stdout is not None
+    while run.stdout.readline() != "begun\n":
+        assert run.poll() is None
+    run.send_signal(number)
+    for name in ("lint", "test"):
+        with (project / f"{name}.lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # what make has started holds it, for as long as it lives
+    run.communicate()
+    assert run.returncode == 128 + number
