@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import signal
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -26,7 +25,7 @@ import lightning.pytorch as pl
 import torch
 
 from tests.lightning_ckpt.exact_cases import Model, SaveAt, make_trainer, outcome
-from tests.support.forking import fork_rank, rank_variables
+from tests.support.forking import fork_rank, rank_variables, serve
 
 
 def die(saved: Path) -> None:
@@ -66,20 +65,15 @@ def main(spec: dict[str, Any]) -> None:
     path.write_text(json.dumps(result))
 
 
-def serve() -> None:
-    """Answer each line of standard input with the exit statuses of the ranks."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        spec = json.loads(line)
-        processes: list[int] = []
-        for rank in range(spec["ranks"]):
-            log, group = f"{spec['result']}.{rank}.log", processes[0] if processes else 0
-            body = functools.partial(main, spec)
-            processes.append(fork_rank(body, rank_variables(rank, spec["ranks"], spec["port"]), log, group))
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-        print(json.dumps(statuses), file=answers, flush=True)
+def run(spec: dict[str, Any]) -> list[int]:
+    """Return the exit statuses of the ranks."""
+    processes: list[int] = []
+    for rank in range(spec["ranks"]):
+        log, group = f"{spec['result']}.{rank}.log", processes[0] if processes else 0
+        body = functools.partial(main, spec)
+        processes.append(fork_rank(body, rank_variables(rank, spec["ranks"], spec["port"]), log, group))
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
 
 if __name__ == "__main__":
-    serve()
+    serve(run)

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -26,7 +25,7 @@ import lightning_ckpt
 from ckpt_core.process import awaited_paths
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
-from tests.support.forking import fork_rank, rank_variables
+from tests.support.forking import fork_rank, rank_variables, serve
 
 
 class Opens(Callback):
@@ -117,22 +116,13 @@ def wait_for(processes: list[int], limit_seconds: float) -> str:
     return "hung" if running else "ended"
 
 
-def serve() -> None:
-    """Answer each line of standard input."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        spec = json.loads(line)
-        processes = [
-            fork_rank(
-                functools.partial(main, spec, rank),
-                rank_variables(rank, 2, spec["port"]),
-                f"{spec['results'][rank]}.log",
-            )
-            for rank in range(2)
-        ]
-        print(json.dumps(wait_for(processes, spec["limit_seconds"])), file=answers, flush=True)
+def run(spec: dict[str, Any]) -> str:
+    processes = []
+    for rank in range(2):
+        body, log = functools.partial(main, spec, rank), f"{spec['results'][rank]}.log"
+        processes.append(fork_rank(body, rank_variables(rank, 2, spec["port"]), log))
+    return wait_for(processes, spec["limit_seconds"])
 
 
 if __name__ == "__main__":
-    serve()
+    serve(run)

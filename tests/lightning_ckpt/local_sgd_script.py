@@ -182,4 +182,4 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     sharded_script.Spec, sharded_script.train = Spec, train  # type: ignore[misc,assignment]
-    sharded_script.serve()
+    sharded_script.serve(sharded_script.run)

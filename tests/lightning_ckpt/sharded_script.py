@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -31,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO
 from tests.lightning_ckpt.sharded_faults import SetInBatch, faulty_storage
-from tests.support.forking import fork_rank, rank_variables
+from tests.support.forking import fork_rank, rank_variables, serve
 from tests.support.seen import seen_by
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
@@ -333,25 +332,22 @@ def write_result(spec: Spec, rank: int) -> None:
     Path(f"{spec.result}.{rank}.json").write_text(json.dumps(train(spec, rank)))
 
 
-def serve() -> None:
-    """Answer each line of standard input with the exit statuses of the ranks."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        spec = Spec(**json.loads(line))
-        processes: list[int] = []
-        for rank in range(spec.ranks):
-            log, group = f"{spec.result}.{rank}.log", processes[0] if processes else 0
-            body = functools.partial(write_result, spec, rank)
-            processes.append(fork_rank(body, rank_variables(rank, spec.ranks, spec.port), log, group))
-        left, statuses = set(processes), dict.fromkeys(processes, 0)
-        while left:
-            process, status = os.wait()
-            statuses[process] = os.waitstatus_to_exitcode(status)
-            left.discard(process)
-            if statuses[process] != 0:
-                end_rest(left)
-        print(json.dumps([statuses[process] for process in processes]), file=answers, flush=True)
+def run(asked: dict[str, Any]) -> list[int]:
+    """Return the exit statuses of the ranks."""
+    spec = Spec(**asked)
+    processes: list[int] = []
+    for rank in range(spec.ranks):
+        log, group = f"{spec.result}.{rank}.log", processes[0] if processes else 0
+        body = functools.partial(write_result, spec, rank)
+        processes.append(fork_rank(body, rank_variables(rank, spec.ranks, spec.port), log, group))
+    left, statuses = set(processes), dict.fromkeys(processes, 0)
+    while left:
+        process, status = os.wait()
+        statuses[process] = os.waitstatus_to_exitcode(status)
+        left.discard(process)
+        if statuses[process] != 0:
+            end_rest(left)
+    return [statuses[process] for process in processes]
 
 
 def end_rest(processes: set[int]) -> None:
@@ -370,4 +366,4 @@ def _runs(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(run)

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -43,7 +42,7 @@ from lightning_ckpt import ResumableCheckpoint, _preemption
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
 from tests.lightning_ckpt.failure_script import wait_for
-from tests.support.forking import fork_rank, rank_variables
+from tests.support.forking import fork_rank, rank_variables, serve
 
 
 class Stages(Model):
@@ -222,18 +221,12 @@ def begin(spec: dict[str, Any], rank: int) -> None:
     main(spec, rank)
 
 
-def serve() -> None:
-    """Answer each line of standard input."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        spec = json.loads(line)
-        log = f"{spec['directory']}/{spec['name']}"
-        processes = [
-            fork_rank(functools.partial(begin, spec, rank), {}, f"{log}.{rank}.log") for rank in range(spec["ranks"])
-        ]
-        print(json.dumps(wait_for(processes, spec["limit_seconds"])), file=answers, flush=True)
+def run(spec: dict[str, Any]) -> str:
+    log = f"{spec['directory']}/{spec['name']}"
+    ranks = range(spec["ranks"])
+    processes = [fork_rank(functools.partial(begin, spec, rank), {}, f"{log}.{rank}.log") for rank in ranks]
+    return wait_for(processes, spec["limit_seconds"])
 
 
 if __name__ == "__main__":
-    serve()
+    serve(run)

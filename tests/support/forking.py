@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from typing import Any
 
 #: Where they are installed, Lightning imports them with the first path that it sees: some thousand modules in a second.
 CLOUDS = ("adlfs", "gcsfs", "s3fs")
@@ -22,6 +24,14 @@ def get_ready() -> None:
                 importlib.import_module(name)
     gc.collect()
     gc.freeze()
+
+
+def serve(answer: Callable[[dict[str, Any]], object]) -> None:
+    """Answer each line of JSON on standard input with one; what else is written there goes to the log."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
 def fork_rank(body: Callable[[], object], environment: Mapping[str, str], log: str, group: int | None = None) -> int:
