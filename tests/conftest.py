@@ -343,13 +343,17 @@ def fork_script(tmp_path: Path, fork_servers: ForkServers) -> ScriptRunner:
     ) -> subprocess.CompletedProcess[str]:
         words = [str(arg) for arg in args]
         code = textwrap.dedent(script) if isinstance(script, str) else RUN_FILE.format(str(script))
+        mark = new_mark()
+        changes = {**(env or {}), **mark}
         outcome = fork_servers(modules).run(
             code,
             words,
             cwd=cwd or tmp_path,
-            environments=[_script_environment({**launched, **(env or {})}) for launched in _launcher_variables(ranks)],
+            environments=[_script_environment({**launched, **changes}) for launched in _launcher_variables(ranks)],
             timeout=timeout,
         )
+        if outcome.status:  # looking at all processes takes as long as a short script
+            kill_all(mark)
         _judge(
             outcome.status, outcome.stdout, outcome.stderr, timed_out=outcome.timed_out, timeout=timeout, check=check
         )

@@ -58,6 +58,7 @@ def test_the_exit_status_of_a_script_is_checked_unless_told_otherwise(any_script
     assert any_script("raise SystemExit(3)", check=False).returncode == 3
     assert any_script("raise KeyError('x')", check=False).stderr.endswith("KeyError: 'x'\n")
     assert any_script("import os; os.kill(os.getpid(), 9)", check=False).returncode == -9
+    assert any_script("raise KeyboardInterrupt", check=False).returncode == -2
     with pytest.raises(pytest.fail.Exception, match=r"status 1\n[^$]*said this[^$]*because"):
         any_script("print('said this'); raise SystemExit('because')")
 
@@ -108,6 +109,14 @@ def test_a_script_that_ends_without_an_answer_is_not_waited_for(fork_servers: Fo
         server.ask({})
     server.close()
     assert (tmp_path / "log").read_text().endswith("LookupError: no answer\n")
+
+
+def test_a_script_that_dies_before_it_begins_is_not_waited_for(fork_servers: ForkServers, tmp_path: Path) -> None:
+    started = fork_servers(CORE).start(tmp_path / "script.py", tmp_path / "no such folder" / "log", {})
+    assert started.stdout.read() == ""
+    with pytest.raises(BrokenPipeError):
+        print("for nobody", file=started.stdin, flush=True)
+    started.end()
 
 
 def test_a_script_that_hangs_is_killed_with_its_children(any_script: ScriptRunner, tmp_path: Path) -> None:
@@ -200,15 +209,17 @@ def run_with_our_conftest(pytester: pytest.Pytester, tests: str, *, grace: str) 
     return pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
 
-def test_a_script_leaves_no_descendants_in_other_sessions(run_script: ScriptRunner) -> None:
-    done = run_script(
+def test_a_script_leaves_no_descendants_in_other_sessions(any_script: ScriptRunner) -> None:
+    done = any_script(
         """
         import subprocess, sys
         sleeper = "import time; print('up', flush=True); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True, stdout=-1, stderr=subprocess.DEVNULL)
         child.stdout.readline()
         print(child.pid)
-        """
+        raise SystemExit(1)
+        """,
+        check=False,
     )
     status = Path(f"/proc/{int(done.stdout)}/stat")
 

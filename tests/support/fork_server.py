@@ -7,6 +7,7 @@ A script whose subject is the beginning or the end of a program wants a fresh in
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -66,7 +67,8 @@ class Started:
     def end(self) -> None:
         """Kill its process group."""
         os.killpg(self.process, signal.SIGKILL)
-        self.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it had died with something left to read
+            self.stdin.close()
         self.stdout.close()
 
 
@@ -136,6 +138,8 @@ class ForkServer:
         pipes = [self._directory / f"{self._count}.{name}" for name in ("stdin", "stdout")]
         for pipe in pipes:
             os.mkfifo(pipe)
+        # Nobody waits for the other end of a pipe to be opened: a script that is dead by then would never do it.
+        held = [os.open(pipe, os.O_RDWR) for pipe in pipes]
         spec = {
             "number": self._count,
             "script": str(script),
@@ -144,7 +148,10 @@ class ForkServer:
             "files": [str(path) for path in (*pipes, log)],
         }
         (process,) = self._ask(spec)
-        return Started(process, pipes[0].open("w", encoding="utf-8"), pipes[1].open(encoding="utf-8"))
+        started = Started(process, pipes[0].open("w", encoding="utf-8"), pipes[1].open(encoding="utf-8"))
+        for descriptor in held:
+            os.close(descriptor)
+        return started
 
     def _ask(self, spec: dict[str, Any]) -> list[Any]:
         print(json.dumps(spec), file=self._server.stdin, flush=True)
@@ -163,15 +170,15 @@ class ForkServer:
 ForkServers = Callable[[tuple[str, ...]], ForkServer]
 
 
-def _become(args: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> dict[str, Any]:
-    """Be another process, whose standard streams are files; the names of its ``__main__``."""
+def _become(args: list[str], cwd: str, environment: dict[str, str], files: list[str | int]) -> dict[str, Any]:
+    """Be another process, whose standard streams are files or descriptors; the names of its ``__main__``."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, path in enumerate(files):
+    for descriptor, file in enumerate(files):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if descriptor else os.O_RDONLY
-        opened = os.open(path, flags)
+        opened = os.open(file, flags) if isinstance(file, str) else file
         os.dup2(opened, descriptor)
         os.close(opened)
     main = types.ModuleType("__main__")
@@ -190,14 +197,17 @@ def _run(code: str, args: list[str], cwd: str, environment: dict[str, str], outp
         status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - what an interpreter does with it
+    except BaseException as error:  # noqa: BLE001 - what an interpreter does with it
         traceback.print_exc()
-        status = 1
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     # What an interpreter does at its end but for freeing torch's memory, which takes seconds in a forked process.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 
@@ -231,11 +241,15 @@ def _serve(spec: dict[str, Any]) -> tuple[int, list[int], bool]:
 
 
 def _start(spec: dict[str, Any]) -> tuple[int, int]:
+    *pipes, log = spec["files"]
+    ends = [os.open(pipe, flags) for pipe, flags in zip(pipes, (os.O_RDONLY, os.O_WRONLY), strict=True)]
     child = os.fork()
     if child == 0:
-        names = _become(spec["args"], os.path.dirname(spec["files"][2]), spec["environment"], spec["files"])
+        names = _become(spec["args"], os.path.dirname(log), spec["environment"], [*ends, log])
         exec(RUN_FILE.format(spec["script"]), names)  # noqa: S102 - forked ranks may end as interpreters do
         os._exit(0)
+    for end in ends:
+        os.close(end)
     return spec["number"], child
 
 
