@@ -608,7 +608,7 @@ class _BelowOverrides(Trainer):
             self.control.should_training_stop = True
         else:
             kwargs = self._resumable_callback._passes_counted(kwargs)
-            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+            super()._run_epoch(*args, **kwargs)
 
 
 @functools.lru_cache(maxsize=64)
