@@ -79,7 +79,7 @@ def check_exactly_once(steps: list[list[int]], dropped: int = 0, workers: int = 
         assert padding == 0, "samples were repeated"
 
 
-CHAINS = [(2, 1), (2, 3), (2, 4), (1, 2), (2, 3, 1), (2, 3, 1, 2), (2, 2)]
+CHAINS = [(2, 1), (2, 3), (1, 2), (2, 3, 1), (2, 3, 1, 2)]
 
 
 @pytest.mark.parametrize("sizes", CHAINS, ids=lambda sizes: "-".join(map(str, sizes)))
@@ -130,7 +130,7 @@ def test_a_rest_of_an_epoch_is_resumed_exactly(stages: Stage) -> None:
             assert got[cell]["warned"] == []
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 2)], ids=lambda sizes: "-".join(map(str, sizes)))
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1)], ids=lambda sizes: "-".join(map(str, sizes)))
 def test_between_epochs(stages: Stage, sizes: tuple[int, int]) -> None:
     before = stages(f"{sizes[0]} whole", sizes[0], None, 0)
     after = stages(f"{sizes[0]} whole-{sizes[1]}", sizes[1], f"{sizes[0]} whole")

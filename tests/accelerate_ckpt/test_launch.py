@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import accelerate_ckpt
+from tests.support.accelerate_ranks import LAUNCHER
+from tests.support.fork_server import ACCELERATE as MODULES
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 ACCELERATE = Path(sysconfig.get_path("scripts")) / "accelerate"
@@ -277,7 +279,7 @@ def test_variables_that_the_script_sets_before_its_imports_count(plain: RunScrip
     assert plain("-m", OURS, "train.py").stdout.split() == ["/where/the/script/wants/it", "2", "True"]
 
 
-def test_two_processes(run_script: RunScript, tmp_path: Path) -> None:
+def test_two_processes(fork_script: RunScript, tmp_path: Path) -> None:
     write(tmp_path / "package/__init__.py", "")
     write(
         tmp_path / "package/train.py",
@@ -293,8 +295,8 @@ def test_two_processes(run_script: RunScript, tmp_path: Path) -> None:
             raise LookupError("only here")
         """,
     )
-    found = run_script(
-        ACCELERATE,
+    found = fork_script(
+        LAUNCHER,
         "launch",
         *TWO_PROCESSES,
         "-m",
@@ -303,6 +305,7 @@ def test_two_processes(run_script: RunScript, tmp_path: Path) -> None:
         "-m",
         "package.train",
         "--lr=1",
+        modules=MODULES,
         env=TWO_PROCESSES_ENV,
         check=False,
     )

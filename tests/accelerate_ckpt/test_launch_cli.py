@@ -15,6 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from accelerate_ckpt import cli
 from accelerate_ckpt._private import command_line
+from tests.support.fork_server import ACCELERATE
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 COMMAND = "from accelerate_ckpt.cli import main; main()"
@@ -45,11 +46,12 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_launch_with_flags_of_both(run_script: RunScript, tmp_path: Path) -> None:
+def test_a_launch_with_flags_of_both(fork_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["--cpu", "--num-processes", "1", "--num_machines=1", "--main_process_port", "0"]
     words += ["--ckpt-strategy", "sync", "--ckpt_max_pending=2"]
-    run_script(COMMAND, *words, "train.py", "--lr", "1", env={"ACCELERATE_USE_CPU": "true"})
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    fork_script(COMMAND, *words, "train.py", "--lr", "1", modules=ACCELERATE, env=environment)
     assert json.loads((tmp_path / "rank-0.json").read_text()) == [1, ["--lr", "1"], True]
 
 

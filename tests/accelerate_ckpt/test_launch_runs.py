@@ -19,6 +19,8 @@ import psutil
 import pytest
 
 from ckpt_core import Catalog
+from tests.support.accelerate_ranks import LAUNCHER
+from tests.support.fork_server import ACCELERATE as MODULES
 
 pytest.importorskip("sklearn", reason="the examples train on its digits")
 
@@ -134,12 +136,13 @@ SAVE_AND_END = """
 """
 
 
-def test_a_checkpoint_under_way_is_finished_when_the_script_raises(run_script: RunScript, tmp_path: Path) -> None:
+def test_a_checkpoint_under_way_is_finished_when_the_script_raises(fork_script: RunScript, tmp_path: Path) -> None:
     train = tmp_path / "train.py"
     train.write_text(textwrap.dedent(SAVE_AND_END))
-    done = run_script(
-        ACCELERATE,
+    done = fork_script(
+        LAUNCHER,
         *words("one_process.yaml", "--quiet", "-m", "accelerate_ckpt", str(train), "saved/last", "no more data"),
+        modules=MODULES,
         check=False,
     )
     assert done.returncode == 1
@@ -149,12 +152,12 @@ def test_a_checkpoint_under_way_is_finished_when_the_script_raises(run_script: R
     assert newest_in(tmp_path / "saved").name == "last"
 
 
-def test_a_last_save_that_fails_fails_the_run(run_script: RunScript, tmp_path: Path) -> None:
+def test_a_last_save_that_fails_fails_the_run(fork_script: RunScript, tmp_path: Path) -> None:
     # Smaller than the checkpoint: every write beyond it is refused, in the background, when the script is through.
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
     (tmp_path / "train.py").write_text(limit + textwrap.dedent(SAVE_AND_END) + "print('through')\n")
     launched = words("one_process.yaml", "--quiet", "-m", "accelerate_ckpt", "train.py", "saved/last")
-    done = run_script(ACCELERATE, *launched, check=False)
+    done = fork_script(LAUNCHER, *launched, modules=MODULES, check=False)
     assert (done.returncode, done.stdout) == (1, "through\n")
     assert re.search(r"^ckpt_core\.errors\.StorageError: .*File too large", done.stderr, re.MULTILINE)
     assert Catalog(tmp_path / "saved", suffix="").checkpoints() == []

@@ -397,10 +397,9 @@ TOLD = """
     ids=str,
 )
 def test_a_start_that_a_signal_ends_is_no_crash(
-    run_script: Any, fork_script: Any, tmp_path: Path, number: signal.Signals, moment: str, preempt: str
+    fork_script: Any, tmp_path: Path, number: signal.Signals, moment: str, preempt: str
 ) -> None:
-    fork_script(TOLD, int(number), moment, preempt, modules=ACCELERATE)
-    ended = run_script(TOLD, int(number), moment, preempt, check=False)
+    _, ended = (fork_script(TOLD, int(number), moment, preempt, modules=ACCELERATE, check=False) for _ in range(2))
     assert (ended.returncode, ended.stdout.count("not told")) == (-number, 0)
     assert "resuming from" in ended.stdout + ended.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["one"]  # no record of a crash

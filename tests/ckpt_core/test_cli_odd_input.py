@@ -5,6 +5,7 @@ Paths that are no checkpoint, or are spelled oddly, are given to the verbs, as w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -279,28 +280,31 @@ def test_what_makes_no_sense_is_told(words: list[str], said: str, capfd: Capture
 
 # ---- what only a process of its own has ------------------------------------------------------------------------------
 
-COMMAND = [sys.executable, "-c", "import sys; from ckpt_core.cli import main; sys.exit(main())"]
+LATEST = "import sys; from ckpt_core.cli import main; [main(['latest', directory]) for directory in sys.argv[1:]]"
 
 
 @pytest.mark.usefixtures("home")
-def test_a_terminal_has_colours_unless_they_are_not_wanted() -> None:
-    for no_color, term in (("", "xterm"), ("1", "xterm"), ("", "dumb")):
-        terminal, other_end = os.openpty()
-        environment = {**os.environ, "NO_COLOR": no_color, "TERM": term}
-        subprocess.run([*COMMAND, "verify", "run/a.ckpt"], env=environment, stdout=other_end, check=True)
-        os.close(other_end)
-        shown = os.read(terminal, 1000)
-        os.close(terminal)
-        assert b"whole" in shown and (b"\x1b[32m" in shown) == ((no_color, term) == ("", "xterm"))
+@pytest.mark.parametrize(("no_color", "term"), [("", "xterm"), ("1", "xterm"), ("", "dumb")])
+def test_a_terminal_has_colours_unless_they_are_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, no_color: str, term: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", term)
+    terminal, other_end = os.openpty()
+    with open(other_end, "w") as output, contextlib.redirect_stdout(output):
+        assert main(["verify", "run/a.ckpt"]) == 0
+    shown = os.read(terminal, 1000)
+    os.close(terminal)
+    assert b"whole" in shown and (b"\x1b[32m" in shown) == ((no_color, term) == ("", "xterm"))
 
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_latest_prints_the_bytes_of_a_name_whatever_the_encoding(encoding: str) -> None:
-    for directory in ("b\udcffd", "é ü"):
-        environment = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
-        done = subprocess.run([*COMMAND, "latest", directory], env=environment, capture_output=True, check=True)
-        assert os.path.isfile(done.stdout.removesuffix(b"\n")), done
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+    command = [sys.executable, "-c", LATEST, "b\udcffd", "é ü"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert [os.path.isfile(name) for name in done.stdout.splitlines()] == [True] * 2, done
 
 
 INTERRUPTED = """

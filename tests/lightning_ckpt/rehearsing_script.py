@@ -44,8 +44,6 @@ def main(case: str, rehearse: str, devices: str = "1") -> None:
     callback = ResumableCheckpoint(dirpath="mine", save_last=True, rehearse=option)  # type: ignore[arg-type]
     if case == "second":
         fit(None, Samples(), 1)
-        fit(ResumableCheckpoint(dirpath="others", save_last=True, rehearse=True), Samples(), 1)
-        ResumableCheckpoint.has_rehearsed = False  # as in a process of its own
     fit(callback, WithHistory() if case == "history" else Samples(), int(devices))
 
 

@@ -56,12 +56,12 @@ def test_resumed_division_is_exact_at_the_same_number_of_ranks(runs: Runs, tmp_p
     runs.run(first, "first", trainer={"max_steps": 2}, callback=callback)
     start = str(first / "step=2.ckpt")
     whole = runs.run(
-        tmp_path / "whole", "whole", ranks=3, trainer={"max_steps": 9}, callback=callback, ckpt_path=start, workers=2
+        tmp_path / "whole", "whole", ranks=3, trainer={"max_steps": 9}, callback=callback, ckpt_path=start, workers=1
     )
     again = tmp_path / "again"
-    runs.run(again, "begun", ranks=3, trainer={"max_steps": 4}, callback=callback, ckpt_path=start, workers=2)
+    runs.run(again, "begun", ranks=3, trainer={"max_steps": 4}, callback=callback, ckpt_path=start, workers=1)
     found = runs.run(
-        again, "resumed", ranks=3, trainer={"max_steps": 9}, callback=callback, ckpt_path="last", workers=2, seed=8
+        again, "resumed", ranks=3, trainer={"max_steps": 9}, callback=callback, ckpt_path="last", workers=1, seed=8
     )
     for one, other in zip(found, whole, strict=True):
         assert one["warnings"] == []

@@ -75,7 +75,7 @@ def assert_goes_on(runs: Runs, directory: Path, path: Path, expected: Whole, ste
 
 @pytest.mark.parametrize(
     ("io", "ranks"),
-    [("SyncCheckpointIO", 2), ("AsyncCheckpointIO", 2), ("ShardedCheckpointIO", 2), ("ShardedCheckpointIO", 3)],
+    [("AsyncCheckpointIO", 2), ("ShardedCheckpointIO", 3)],
 )
 def test_a_killed_run_goes_on_bit_for_bit(
     runs: Runs, whole: Callable[..., Whole], tmp_path: Path, io: str, ranks: int
@@ -87,7 +87,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("io", "ranks", "step"), [("ShardedCheckpointIO", 2, 8), ("AsyncCheckpointIO", 2, 2), ("AsyncCheckpointIO", 3, 7)]
+    ("io", "ranks", "step"),
+    [("AsyncCheckpointIO", 2, 8), ("ShardedCheckpointIO", 2, 2), ("ShardedCheckpointIO", 3, 7)],
 )
 def test_any_checkpoint_is_gone_on_from_bit_for_bit(
     runs: Runs, whole: Callable[..., Whole], tmp_path: Path, io: str, ranks: int, step: int

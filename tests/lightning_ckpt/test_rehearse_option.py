@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_ckpt import ResumableCheckpoint
+from ckpt_core.rehearsal import CannotRehearseError
+from lightning_ckpt import ResumableCheckpoint, _rehearsing
 from tests.conftest import LIGHTNING, ScriptRunner
+from tests.lightning_ckpt.exact_cases import Model, make_trainer
 
 SCRIPT = Path(__file__).with_name("rehearsing_script.py")
 INEXACT = "a resume of this script would not be exact"
@@ -57,11 +60,30 @@ def test_no_other_training_of_the_script_is_taken_for_the_one_that_asks(
 ) -> None:
     told = run_script(SCRIPT, "second", "strict", check=False)
     said = "rehearse works only with the first Trainer of a script that fits"
-    assert re.search(rf"(?s)no rehearsal before this training: .*{said}.*\nckpt_core\S*Error: .*{said}", told.stderr)
-    assert starts(tmp_path) == 3
-    # the first, and the one that only warns
-    assert told.stdout.count("trained 18 steps") == 2
+    assert re.search(rf"\nckpt_core\S*Error: .*{said}", told.stderr)
+    assert starts(tmp_path) == 2
+    assert told.stdout.count("trained 18 steps") == 1
     assert told.returncode == 1 and not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("rehearse", [True, "strict"])
+def test_only_strict_does_not_train_where_the_script_cannot_be_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearse: Any
+) -> None:
+    def cannot(*_: Any, **__: Any) -> None:
+        raise CannotRehearseError("it comes second")
+
+    monkeypatch.setattr(_rehearsing, "_command_of_this_process", list)
+    monkeypatch.setattr(_rehearsing, "rehearse", cannot)
+    monkeypatch.setattr(ResumableCheckpoint, "has_rehearsed", False)
+    trainer = make_trainer(tmp_path, [ResumableCheckpoint(tmp_path / "mine", rehearse=rehearse)], max_epochs=1)
+    if rehearse is True:
+        with pytest.warns(UserWarning, match="no rehearsal before this training: it comes second"):
+            trainer.fit(Model({}))
+    else:
+        with pytest.raises(CannotRehearseError):
+            trainer.fit(Model({}))
+    assert (trainer.global_step > 0) == (rehearse is True)
 
 
 def test_what_cannot_be_started_again_is_refused(tmp_path: Path, fork_script: ScriptRunner) -> None:

@@ -35,11 +35,14 @@ PLUGINS = [SyncCheckpointIO, AsyncCheckpointIO]
 Bucket = tuple[str, dict[str, Any]]
 
 
-@pytest.fixture(params=["moto", "ceph"])
+@pytest.fixture(params=["moto"])
 def bucket(
     request: pytest.FixtureRequest, server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
 ) -> Bucket:
-    """A directory, and options without which nobody gets there."""
+    """A directory, and options without which nobody gets there.
+
+    What one store does otherwise than another is below the plugin, in the tests of ``ckpt_core.storage``.
+    """
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     server = server_of(request.param)
@@ -74,7 +77,9 @@ def damage(bucket: Bucket, name: str) -> None:
     storage.put(path, bytes(content))
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize(
+    ("plugin", "bucket"), [(SyncCheckpointIO, "moto"), (AsyncCheckpointIO, "ceph")], indirect=["bucket"]
+)
 def test_last_goes_on_where_the_run_before_ended(plugin: Any, bucket: Bucket, tmp_path: Path) -> None:
     first = fit(bucket, tmp_path, plugin, max_steps=3, ckpt_path="last", save_last=True)
     assert first.global_step == 3, "there was nothing to resume from"
@@ -207,8 +212,11 @@ def look_up(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("tiers", [False, True], ids=["store", "tiers"])
-@pytest.mark.parametrize("kind", [AsyncCheckpointIO, ShardedCheckpointIO])
+@pytest.mark.parametrize(
+    ("kind", "tiers", "bucket"),
+    [(AsyncCheckpointIO, True, "moto"), (ShardedCheckpointIO, False, "moto"), (ShardedCheckpointIO, True, "ceph")],
+    indirect=["bucket"],
+)
 def test_best_and_last_in_a_process_that_has_trained_nothing(
     kind: Any, tiers: bool, bucket: Bucket, fork_script: ScriptRunner, tmp_path: Path
 ) -> None:

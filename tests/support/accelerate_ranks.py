@@ -29,6 +29,8 @@ from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Accelerate's command as a script that can be forked; what it launches begins as ever.
+LAUNCHER = "from accelerate.commands.accelerate_cli import main; main()"
 
 
 @dataclasses.dataclass
