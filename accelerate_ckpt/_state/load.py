@@ -26,7 +26,7 @@ from accelerate_ckpt._state.parts import (
     is_sharded,
     load_model,
     read_sharded,
-    restore_buffers,
+    restore_own_buffers,
 )
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run, point_of
 from accelerate_ckpt._state.session import Session
@@ -333,8 +333,8 @@ class _Ours:
         accelerator = session.accelerator
         self._load_models()
         if session.world_size == self._saved_world_size:
-            for model, buffers in zip(accelerator._models, own["buffers"], strict=False):
-                restore_buffers(model, buffers)
+            if own["buffers"]:
+                restore_own_buffers(accelerator, own["buffers"])
             for wrapped, takes in zip(session.distributed_models(), own["takes_buffers"], strict=False):
                 wrapped.require_forward_param_sync = takes
         for name, owner in _states_to_read(accelerator).items():

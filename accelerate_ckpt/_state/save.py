@@ -24,6 +24,7 @@ from accelerate_ckpt._state.parts import (
     is_sharded,
     model_parts,
     optimizer_parts,
+    own_buffers,
     scheduler_parts,
     sharded_parts,
     tensor_sizes,
@@ -39,7 +40,7 @@ from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.ranks import names_of
 from ckpt_core.small_states import wait_if_small
 from ckpt_core.state.ddp import unsaved_hook_states
-from ckpt_core.state.kinds import Kind, saved_buffers
+from ckpt_core.state.kinds import Kind
 
 _TRIGGERED = (
     "it was saved after set_trigger and before check_trigger, and the trigger is not saved (save after check_trigger)"
@@ -337,7 +338,6 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
 def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     """Return what this rank alone has; with the script's ``variables``, which takes long where each step does it."""
     accelerator = session.accelerator
-    models = accelerator._models
     state: dict[str, Any] = {
         "data": session.data.capture(),
         "gradients": session.open_gradients(),
@@ -350,10 +350,10 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     if variables:
         in_body = any(one and one["trained"] and one["in_last_body"] for one in state["data"]["loaders"])
         state["script"] = session.variables.capture(between=session.data.is_between, in_body=in_body)
-    if session.world_size > 1 and not is_sharded(accelerator):
-        # Each rank adds its own batch to what rank 0 had at the start of the step, and inside an accumulation window
-        # nobody takes over rank 0's.
-        state["buffers"] = [saved_buffers(model) for model in models]
+    if session.world_size > 1:
+        # Each rank adds its own batch to what rank 0 had at the start of the step, and inside an accumulation window,
+        # or where the weights are sharded, nobody takes over rank 0's.
+        state["buffers"] = own_buffers(accelerator)
     return state
 
 

@@ -106,7 +106,7 @@ def _save(
 
 
 def _parts_of(fabric: Any, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> list[Part]:
-    parts, rest = [], {}
+    parts, rest, buffers = [], {}, {}
     for name, value in state.items():
         found = _state_of(fabric.strategy, state, value)
         if name in filter:
@@ -118,14 +118,16 @@ def _parts_of(fabric: Any, state: Mapping[str, Any], filter: Mapping[str, Callab
             raise CheckpointError(f"{name!r} cannot be used as a file name", remedy="give it another name")
         own = _buffers(value, found)
         rest[name] = own
+        if own and is_sharded(fabric.strategy):  # each rank continues with its own statistics
+            buffers[name] = own
         frozen = frozen_parameters(value) if isinstance(value, nn.Module) else ()
         weights = {key: item for key, item in found.items() if key not in own}
         parts.append(Part(name, weights, Kind.SHARDED, frozen))
-    return [*parts, Part(_REST, rest if fabric.global_rank == 0 else {}, Kind.PER_RANK)]
+    return [*parts, Part(_REST, rest if fabric.global_rank == 0 else buffers, Kind.PER_RANK)]
 
 
 def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model: each rank has updated its own, and DDP continues with those of rank 0."""
+    """Those of a model: each rank has updated its own, and DDP continues with those of rank 0, others with these."""
     if not isinstance(value, nn.Module):
         return {}
     names = buffers_by_name(value)
@@ -160,6 +162,10 @@ def _load(
             raise StateMismatchError(
                 "the checkpoint does not have everything that it is loaded into", key=missing[0], path=opened.path
             )
+        is_own = is_sharded(fabric.strategy) and _REST in opened.parts and not is_of_trainer(opened)
+        if is_own and len(opened.ranks_with(_REST)) == fabric.world_size:
+            mine = opened.load(_REST, rank=fabric.global_rank)
+            rest |= {name: own for name, own in mine.items() if isinstance(state.get(name), nn.Module)}
         for name, value in list(state.items()):
             if name in rest:
                 _load_one(fabric.strategy, opened, name, state, value, rest.pop(name), strict)

@@ -31,7 +31,8 @@ PREPARED = """
     state.device = PartialState._shared_state["device"] = torch.device("cpu")
     attach(accelerator, "sharded")
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(16, 63), nn.Dropout(0.2), nn.Linear(63, 1))
+    norm = [nn.BatchNorm1d(63)] if normed else []
+    model = nn.Sequential(nn.Linear(16, 63), nn.Dropout(0.2), *norm, nn.Linear(63, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     data = torch.utils.data.TensorDataset(torch.arange(512.0).reshape(32, 16) / 512)
@@ -70,7 +71,13 @@ PREPARED = """
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, version: int) -> None:
-    names: dict[str, Any] = {"version": version, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    names: dict[str, Any] = {
+        "version": version,
+        "accumulation": 1,
+        "normed": False,
+        "alone": False,
+        "saved": str(tmp_path / "saved"),
+    }
     ending = "    tell(losses=losses, lr=scheduler.get_last_lr())\n    accelerator.end_training()\n"
     whole = ranks.run(PREPARED + "    train(11, save_after=6)\n" + ending, 2, seed=0, **names)
     resumed = ranks.run(PREPARED + "    accelerator.load_state(saved)\n    train(5)\n" + ending, 2, seed=1, **names)
@@ -82,21 +89,59 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: 
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= files
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_each_rank_has_its_own_statistics_again(ranks: Ranks, tmp_path: Path, version: int) -> None:
+    names: dict[str, Any] = {
+        "version": version,
+        "accumulation": 1,
+        "normed": False,
+        "alone": False,
+        "saved": str(tmp_path / "saved"),
+    }
+    telling = (
+        "    tell(means=[mean.tolist() for name, mean in model.named_buffers() if name.endswith('running_mean')])\n"
+    )
+    ending = "    accelerator.end_training()\n"
+    saved = ranks.run(
+        PREPARED + "    train(3, save_after=3)\n" + telling + ending, 2, seed=0, **{**names, "normed": True}
+    )
+    loading = PREPARED + "    accelerator.load_state(saved)\n" + telling + ending
+    loaded = ranks.run(loading, 2, seed=1, **{**names, "normed": True})
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.error is None and after.error is None
+        assert after.told["means"] == before.told["means"]
+    assert saved[0].told["means"] != saved[1].told["means"]
+
+
 def test_another_number_of_ranks_loads_the_same_state(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    names: dict[str, Any] = {
+        "version": 2,
+        "accumulation": 1,
+        "normed": False,
+        "alone": False,
+        "saved": str(tmp_path / "saved"),
+    }
     saving = "    train(6, save_after=6)\n    tell(whole=whole())\n    accelerator.end_training()\n"
     loading = (
         "    accelerator.load_state(saved)\n    tell(whole=whole())\n    train(2)\n    accelerator.end_training()\n"
     )
     saved = ranks.run(PREPARED + saving, 2, seed=0, **names)
     for world_size in (1, 3):
-        loaded = ranks.run(PREPARED + loading, world_size, seed=1, **{**names, "alone": world_size == 1})
+        loaded = ranks.run(
+            PREPARED + loading, world_size, seed=1, **{**names, "normed": False, "alone": world_size == 1}
+        )
         assert [result.error for result in loaded] == [None] * world_size
         assert loaded[0].told["whole"] == saved[0].told["whole"]
 
 
 def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    names: dict[str, Any] = {
+        "version": 2,
+        "accumulation": 1,
+        "normed": False,
+        "alone": False,
+        "saved": str(tmp_path / "saved"),
+    }
     stock = "    train(3)\n    Accelerator.save_state.__wrapped__(accelerator, saved)\n    tell(whole=whole())\n"
     saved = ranks.run(PREPARED + stock, 2, seed=0, **names)
     loaded, by_stock = (
@@ -113,7 +158,7 @@ def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path
 @pytest.mark.parametrize("where", ["metadata", "object"])
 def test_no_code_runs_from_a_checkpoint_of_stock_accelerate(ranks: Ranks, tmp_path: Path, where: str) -> None:
     marker, saved = tmp_path / "marker", tmp_path / "saved"
-    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": True, "saved": str(saved)}
+    names: dict[str, Any] = {"version": 2, "accumulation": 1, "normed": False, "alone": True, "saved": str(saved)}
     ranks.run(
         PREPARED + "    train(3)\n    Accelerator.save_state.__wrapped__(accelerator, saved)\n", 1, seed=0, **names
     )
@@ -131,7 +176,13 @@ def test_no_code_runs_from_a_checkpoint_of_stock_accelerate(ranks: Ranks, tmp_pa
 
 
 def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"version": 2, "accumulation": 4, "alone": False, "saved": str(tmp_path / "saved")}
+    names: dict[str, Any] = {
+        "version": 2,
+        "accumulation": 4,
+        "normed": False,
+        "alone": False,
+        "saved": str(tmp_path / "saved"),
+    }
     saving = "    train(8, save_after=2)\n    tell(losses=losses)\n    accelerator.end_training()\n"
     loading = (
         "    accelerator.load_state(saved)\n    train(4)\n    tell(losses=losses)\n    accelerator.end_training()\n"
@@ -144,10 +195,16 @@ def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) 
 
 
 def test_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    names: dict[str, Any] = {
+        "version": 2,
+        "accumulation": 1,
+        "normed": False,
+        "alone": False,
+        "saved": str(tmp_path / "saved"),
+    }
     ranks.run(PREPARED + "    train(2, save_after=2)\n    accelerator.end_training()\n", 2, seed=0, **names)
     other = PREPARED.replace(
-        "nn.Linear(16, 63), nn.Dropout(0.2), nn.Linear(63, 1)", "nn.Linear(16, 62), nn.Linear(62, 1)"
+        "nn.Linear(16, 63), nn.Dropout(0.2), *norm, nn.Linear(63, 1)", "nn.Linear(16, 62), nn.Linear(62, 1)"
     )
     results = ranks.run(other + "    accelerator.load_state(saved)\n", 2, seed=0, **names)
     assert [result.error for result in results] == ["StateMismatchError", "StateMismatchError"]
