@@ -2,6 +2,7 @@
 
     python tools/recorder_campaign.py
     python tools/recorder_campaign.py --only "loader: stream" --frameworks lightning --points middle epoch-end
+    python tools/recorder_campaign.py --device cuda
 
 Each case trains once without interruption and is resumed from several points, in processes of their own. A resume that
 is not exact has to be said, by a Python warning or by the flight recorder, and one that is exact must be silent. Cases
@@ -23,10 +24,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "--device" in sys.argv[:-1]:  # before anything asks for it
+    os.environ["CAMPAIGN_DEVICE"] = sys.argv[sys.argv.index("--device") + 1]
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself could not be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.campaign import judging
-from tests.campaign.judging import BAD, Judgement
+from tests.campaign.device import DEVICE, IS_HOST
+from tests.campaign.judging import BAD, NEVER_RAN, Judgement
 
 FRAMEWORKS = ("lightning", "accelerate")
 
@@ -34,13 +39,17 @@ FRAMEWORKS = ("lightning", "accelerate")
 def _load(framework: str) -> tuple[Mapping[str, Any], Mapping[str, Any], Any]:
     cases = importlib.import_module(f"tests.campaign.{framework}_cases")
     runs = importlib.import_module(f"tests.campaign.{framework}_runs")
-    return cases.CASES, cases.BROKEN, runs
+    if IS_HOST:
+        return cases.CASES, cases.BROKEN, runs
+    on_devices = importlib.import_module(f"tests.campaign.{framework}_device_cases").CASES
+    return {**{f"{DEVICE}: {name}": case for name, case in on_devices.items()}, **cases.CASES}, cases.BROKEN, runs
 
 
 def main() -> int:
     """Run the campaign; return how many resumes were not as they must be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS, help="(default: both)")
+    parser.add_argument("--device", default="cpu", help="what to train on, as cuda (default: the host)")
     parser.add_argument("--only", nargs="+", default=[""], help="only cases whose name holds one of these")
     parser.add_argument("--points", nargs="+", default=[], help="only these points")
     parser.add_argument("--part", default="0/1", help="one case of so many, as in 0/2 and 1/2")
@@ -67,6 +76,10 @@ def main() -> int:
             points = [p for p in [*runs.POINTS, *killed] if not options.points or p.name in options.points]
             directory = judging.scratch()
             found = runs.judge(case, directory, points)
+            if not IS_HOST and any(judgement.problem.startswith(NEVER_RAN) for judgement in found.values()):
+                skipped.append(f"{name} (does not train on {DEVICE})")
+                configurations -= 1
+                continue
             for point, judgement in found.items():
                 counts[judgement.verdict] += 1
                 counts["resumes"] += 1

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_ckpt import attach
 from ckpt_core.errors import CheckpointError
+from tests.campaign import device
 from tests.campaign.data import Items
 from tests.campaign.judging import Judgement, Outcome, Point, events_of, judge_points, said_of, sha
 
@@ -246,7 +247,9 @@ _hidden: Any = types.ModuleType("hidden")
 
 def _script(what: str, point: Point | None) -> Any:
     case = _hidden.run.case
-    accelerator = Accelerator(cpu=True, **case.accelerator())
+    device.begin()
+    device.choose_for_accelerate()
+    accelerator = Accelerator(cpu=device.IS_HOST, **case.accelerator())
     attach(accelerator, "async" if what == "killed" else "sync", event_log=str(_hidden.run.directory / "events"))
     set_seed(1)
     if what == "resumed":
@@ -254,6 +257,8 @@ def _script(what: str, point: Point | None) -> Any:
     env = Env(accelerator=accelerator, progress=Progress(), local={}, schedules=[])
     case.begin(env)
     model, loader = case.model(), case.loader()
+    if device.DEVICE == "simulated":  # torch makes other parameters of a model that is moved there
+        model.to(accelerator.device)
     made = case.optimizer(model)
     optimizers = made if isinstance(made, list) else [made]
     schedules = [case.schedule(optimizer) for optimizer in optimizers] if case.schedule is not None else []

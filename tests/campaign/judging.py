@@ -28,6 +28,7 @@ import torch
 
 #: Verdicts that must not be.
 BAD = ("SILENT", "FALSE ALARM", "CRASHED", "WRONGLY EQUAL")
+NEVER_RAN = "uninterrupted:"  # what a problem begins with that is not the resume's
 #: A line that is printed where only the script knows whether it matters.
 _ANNOUNCED = "does not repeat what it does after an epoch"
 _OURS = re.compile(r"this resume (is|cannot|begins)|a resume will not have it")
@@ -204,8 +205,11 @@ def sha(value: Any) -> str:
         elif isinstance(item, (list, tuple)):
             for part in item:
                 add(part, depth - 1)
+        elif hasattr(item, "full_tensor"):
+            add(item.full_tensor(), depth - 1)
         elif torch.is_tensor(item):
-            digest.update(str(item.dtype).encode() + item.detach().contiguous().view(-1).numpy().tobytes())
+            words = item.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            digest.update(str(item.dtype).encode() + words.numpy().tobytes())
         elif isinstance(item, np.ndarray):
             digest.update(item.tobytes())
         elif hasattr(type(item), "state_dict") and not isinstance(item, torch.utils.data.DataLoader):
@@ -268,7 +272,7 @@ def judge_points(
     status = in_a_fork(functools.partial(train, "base", base, None), directory / "base.log")
     if status:
         problem = (directory / "base.log").read_text()[-3000:]
-        return {point.name: Judgement("CRASHED", problem=f"uninterrupted: {status}\n{problem}") for point in points}
+        return {point.name: Judgement("CRASHED", problem=f"{NEVER_RAN} {status}\n{problem}") for point in points}
     uninterrupted = Outcome.read(base / "outcome.json")
     for point in points:
         mine = directory / point.name

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
+from tests.campaign import device
 from tests.campaign.data import Items
 from tests.campaign.judging import (
     Judgement,
@@ -200,6 +201,7 @@ class SavesAt(ResumableCheckpoint):
 
 def train(case: Case, points: Sequence[Point], what: str, directory: Path, point: Point | None) -> None:
     """Train, in a process of its own."""
+    device.begin()
     pl.seed_everything(7, workers=True, verbose=False)
     if what == "resumed":
         torch.randn(5)  # what else a new process may draw
@@ -208,7 +210,7 @@ def train(case: Case, points: Sequence[Point], what: str, directory: Path, point
     plugin = AsyncCheckpointIO if what == "killed" else SyncCheckpointIO
     trainer = pl.Trainer(
         **{
-            "accelerator": "cpu",
+            **device.of_trainer(),
             "devices": 1,
             "max_epochs": 3,
             "log_every_n_steps": 1,

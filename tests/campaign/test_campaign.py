@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 
 from tests.campaign.judging import Outcome, compare
 from tests.conftest import ROOT
+from tests.simulated_device import find_compiler
 
 
 def test_the_tests_that_the_page_about_exact_resumes_names_are_there() -> None:
@@ -44,6 +47,19 @@ def test_an_alarm_is_true_if_the_attribute_that_it_names_was_another_one(calls: 
     base = Outcome(marks={"early": [0, 0, 0, 0]}, attributes={"early": {"Net": {"noise": "b"}}})
     resumed = Outcome(warned=[text], attributes={"begun": {"Net": {"noise": calls}}})
     assert compare(base, resumed, "early").verdict == verdict
+
+
+def test_resumes_on_a_device_are_exact_or_said_too(unavailable: Callable[[str], NoReturn]) -> None:
+    if find_compiler() is None:
+        unavailable("no C++ compiler for the simulated device")
+    tool = [sys.executable, str(ROOT / "tools" / "recorder_campaign.py"), "--device", "simulated", "--verbose"]
+    only = ["simulated: keeps in place", "generator made at first batch"]
+    done = subprocess.run(
+        [*tool, "--only", *only, "--points", "middle", "--killed", "0"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.stdout.count("said: ") == 2
+    assert done.stdout.count("exact: ") == 1
 
 
 @pytest.mark.slow
