@@ -222,7 +222,7 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[torch.Tensor], 
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     nbytes = end = 0
-    for end, target, source in pieces:
+    for end, target, source in _divided(pieces):
         targets.append(target)
         sources.append(source)
         nbytes += source.numel()
@@ -233,6 +233,17 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[torch.Tensor], 
         yield end, targets, sources
 
 
+def _divided(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    for end, target, source in pieces:
+        size = source.numel()
+        if size <= COPY_GROUP or source.ndim != 1 or source.dtype is not torch.uint8:
+            yield end, target, source
+            continue
+        parts = zip(target.split(COPY_GROUP), source.split(COPY_GROUP), strict=True)
+        for number, (into, part) in enumerate(parts, start=1):
+            yield end - size + min(number * COPY_GROUP, size), into, part
+
+
 # ---- what is copied late ---------------------------------------------------------------------------------------------
 
 
@@ -240,26 +251,27 @@ def _divide(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
     """Divide pieces into what is copied early, and what only the step of an optimizer changes."""
     ranges = _ranges_of_optimizers()
     early, late = list[Piece](), list[Piece]()
-    for end, target, source in pieces:
+    for piece in pieces:
+        end, target, source = piece
         if not _may_be_late(source, ranges):
-            early.append((end, target, source))
-            continue
-        size = source.numel() // ROW * ROW
-        late.append((end - source.numel() + size, target[:size], source[:size]))
-        if size < source.numel():
-            early.append((end, target[size:], source[size:]))
+            early.append(piece)
+        elif rest := source.numel() % ROW:
+            late.append((end - rest, target[:-rest], source[:-rest]))
+            early.append((end, target[-rest:], source[-rest:]))
+        else:
+            late.append(piece)
     return early, late
 
 
 def _may_be_late(source: torch.Tensor, ranges: _Ranges) -> bool:
-    known = ranges.get(source.device)
-    if not known or source.dtype is not torch.uint8 or source.ndim != 1 or source.numel() < LATE_PIECE:
+    known, size = ranges.get(source.device), source.numel()
+    if not known or size < LATE_PIECE or source.dtype is not torch.uint8 or source.stride() != (1,):
         return False
     begin = source.data_ptr()
-    if source.stride() != (1,) or begin % 8 or source.storage_offset() % 8:
+    if begin % 8 or source.storage_offset() % 8:
         return False
     index = bisect.bisect_right(known, (begin, sys.maxsize)) - 1
-    return index >= 0 and begin + source.numel() <= known[index][1]
+    return index >= 0 and begin + size <= known[index][1]
 
 
 def _ranges_of_optimizers() -> _Ranges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 import time
@@ -259,8 +260,12 @@ class Pipeline:
             return threading.get_ident() == thread and not snapshot.is_sealed
 
         runs = False
+        collects = gc.isenabled()
         try:
             self._take(place)
+            # A save makes some objects for each tensor, and lets go of them: to look for garbage meanwhile would find
+            # none of them, and may take 200 ms.
+            gc.disable()
             runs = snapshot.may_pass = self._submit(
                 save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
             )
@@ -278,6 +283,8 @@ class Pipeline:
                 self.queue.wait(save.path)  # until nothing is left of it
             raise
         finally:
+            if collects:
+                gc.enable()
             if not runs:
                 do_through(self.queue.run_queued)
         if snapshot.not_copied is not None:

@@ -53,9 +53,10 @@ class Layout(Protocol):
         """Bytes of the buffer that all of them need; 0 if they need none."""
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Piece]:
-        """Yield pieces of at most ``nbytes`` to copy into ``buffer``, in order, as ``(end, target, source)``.
+        """Yield pieces to copy into ``buffer``, in order, as ``(end, target, source)``.
 
-        ``end`` is the offset in the buffer at which one ends.
+        ``end`` is the offset in the buffer at which one ends. They have at most ``nbytes``, but those whose bytes a
+        device has as they are saved: those are divided when they are copied.
         """
 
     def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Move]:

@@ -205,14 +205,18 @@ class RankFiles:
             check_shard_name(name)
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order."""
+        """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order.
+
+        A device needs as much memory as a piece of what is not copied as it lies there.
+        """
         for base, file in zip(self._bases, self._files, strict=True):
             for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):
                 tensor = self._sources[chunk.source]
                 if size <= _SMALL and copy_now(tensor, 0, size, buffer.tensor, base + begin):
                     continue
-                for first in range(0, size, nbytes):
-                    last = min(first + nbytes, size)
+                most = nbytes if tensor.is_cpu or not _is_as_saved(tensor) else max(size, 1)
+                for first in range(0, size, most):
+                    last = min(first + most, size)
                     end = base + begin + last
                     target = buffer.tensor[base + begin + first : end]
                     for into, source in byte_pieces(tensor, first, last, target):
@@ -337,6 +341,10 @@ class RankFiles:
             if file.part is not None:
                 written[file.part] += sum(file.layout.sizes)
         return written
+
+
+def _is_as_saved(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _is_all(chunks: Sequence[_Chunk], count: int) -> bool:

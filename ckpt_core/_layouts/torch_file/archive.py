@@ -252,16 +252,16 @@ class StateLayout:
         """The bytes of the storages, each storage once."""
         return self._table.memories(0, len(self._region.records))
 
-    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def pieces_in(
+        self,
+        buffer: StagingBuffer,
+        nbytes: int,
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order."""
         for record, source in zip(self._region.records, self.sources, strict=True):
             at, size = record.offset, record.size
-            if 0 < size <= nbytes:
+            if size:
                 yield at + size, buffer.tensor[at : at + size], source
-                continue
-            for begin in range(0, size, nbytes):
-                end = min(begin + nbytes, size)
-                yield at + end, buffer.tensor[at + begin : at + end], source[begin:end]
 
     def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[Move]:
         """Yield the same of a state that the host has, without a tensor for each piece."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +224,24 @@ def test_a_thread_that_has_saved_beside_another_one_saves_in_the_background_agai
     seconds = {Path(event.path).name: event.background_seconds for event in events if isinstance(event, SaveCommitted)}
     assert seconds.keys() == {"first", "second", "third"}
     assert all(seconds.values()), "a save in the foreground has none"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_garbage_is_not_looked_for_while_training_is_stopped(tmp_path: Path, collects: bool, fails: bool) -> None:
+    class Looks:
+        def __reduce__(self) -> Any:
+            seen.append(gc.isenabled())
+            if fails:
+                raise ValueError("no")
+            return (int, ())
+
+    seen: list[bool] = []
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with Checkpointer(strategy="async") as checkpointer, pytest.raises(Exception) if fails else nullcontext():  # noqa: PT011
+            checkpointer.save({"looks": Looks()}, tmp_path / "a.ckpt")
+        assert (set(seen), gc.isenabled()) == ({False}, collects)
+    finally:
+        (gc.enable if before else gc.disable)()
