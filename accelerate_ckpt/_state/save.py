@@ -39,6 +39,7 @@ from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.ranks import names_of
 from ckpt_core.small_states import wait_if_small
+from ckpt_core.state.changed_values import looks_without_waiting
 from ckpt_core.state.ddp import unsaved_hook_states
 from ckpt_core.state.kinds import Kind
 
@@ -194,8 +195,8 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
     target = agreed.path
     if session.recording is not None:
         session.recording.lies_in(session.checkpointer.known_as(target), session.rank)
-    session.changes.name()
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, looks_without_waiting(session.config.overlap):
+        session.changes.name()
         weights, files = None, None
         if session.accelerator._save_model_state_pre_hook:
             # The hooks come first, because they decide what is to be saved.
@@ -338,8 +339,10 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
 def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     """Return what this rank alone has; with the script's ``variables``, which takes long where each step does it."""
     accelerator = session.accelerator
+    with looks_without_waiting(not variables or session.config.overlap):
+        data = session.data.capture()
     state: dict[str, Any] = {
-        "data": session.data.capture(),
+        "data": data,
         "gradients": session.open_gradients(),
         "window_open": session.window_is_open,
         "buffers": [],

@@ -73,3 +73,9 @@ def restore_device_generators(generators: Mapping[str, DeviceGenerators]) -> Non
                 module.set_rng_state(state, device)
         if current < len(states):
             module.set_rng_state(states[current])
+
+
+def new_generator(kind: str) -> torch.Generator:
+    """Return a generator on the current device of a type, or on the host if there is none."""
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.Generator(there if there is not None and there.type == kind else "cpu")

@@ -82,26 +82,26 @@ def accelerator_name() -> str | None:
     return None if device is None else f"{torch.accelerator.device_count()} x {device.type}"
 
 
-class LateNumber:
-    """The value of a tensor of an accelerator, one number, copied behind the work that computes it.
+class LateCopy:
+    """A small tensor of an accelerator, copied to the host behind the work that computes it.
 
-    Where the device has no pinned memory, events, or numbers of 8 bytes, torch raises a ``RuntimeError``,
-    ``ValueError`` or ``TypeError``.
+    Where the device has no pinned memory or events, torch raises a ``RuntimeError``, ``ValueError`` or ``TypeError``.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
-        self._host.copy_(value.detach().reshape(()), non_blocking=True)
+        # of the same type: the device would have to convert it first
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value.detach(), non_blocking=True)
         self._event = torch.accelerator.current_stream(value.device).record_event()
 
     def is_there(self) -> bool:
         """Whether :meth:`take` would return at once."""
         return bool(self._event.query())
 
-    def take(self) -> float:
-        """Return the number, when it has come."""
+    def take(self) -> torch.Tensor:
+        """Return the copy, when it has come."""
         self._event.synchronize()
-        return float(self._host)
+        return self._host
 
 
 class SideStreams:

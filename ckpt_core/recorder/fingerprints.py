@@ -8,6 +8,7 @@ sample counts, so that no batch takes long.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -23,6 +24,7 @@ import xxhash
 from numpy.random import mtrand
 
 from ckpt_core._devices.generators import current_device_generators
+from ckpt_core._devices.streams import LateCopy
 from ckpt_core.state.rng import RngState
 
 #: Larger tensors count by :data:`SAMPLED_WORDS` words of 8 bytes that are spread evenly over them.
@@ -35,6 +37,7 @@ _MT19937_WORDS = 624  # the words of the state, and after them the position in t
 _WEIGHTS = 8
 _BUFFERS = 2
 _WEIGHT_BYTES = 1024
+_WEIGHT_NUMBERS = _WEIGHT_BYTES // 4
 
 _Update = Callable[[Any], None]
 
@@ -114,6 +117,11 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return type(tensor) in _PLAIN and is_dense and not (tensor.is_cpu or tensor.is_meta or tensor.is_quantized)
+
+
 def _update_with(tensor: torch.Tensor, update: _Update) -> None:
     # not Tensor.numpy(), after which nobody can resize the tensor any more
     size = tensor.nbytes
@@ -137,6 +145,11 @@ def _add_array(array: np.ndarray[Any, Any], update: _Update) -> None:
     elif array.size:
         memory = array.ravel(order="K")  # a view wherever the memory has no gaps
         _update_with_memory(memory.view(np.uint8).data, memory.nbytes, update)
+
+
+def digest_bytes(tensor: torch.Tensor) -> int:
+    """Return the digest of the bytes of a tensor of the host."""
+    return xxhash.xxh3_64_intdigest(tensor.numpy().data)
 
 
 def digest_numbers(numbers: Iterable[float]) -> int:
@@ -187,10 +200,24 @@ class WeightSample:
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         chosen = [*_spread(list(module.parameters()), _WEIGHTS), *_spread(buffers, _BUFFERS)]
         self._tensors = [weakref.ref(tensor) for tensor in chosen if _is_readable(tensor) and tensor.numel()]
+        self._on_devices = [weakref.ref(tensor) for tensor in chosen if _is_on_device(tensor) and tensor.numel()]
 
-    def digest(self) -> int | None:
-        """Return the digest of the sample as it is now, None if none of it is in host memory, whole and dense."""
-        return _digest_of(reference() for reference in self._tensors)
+    def digest(self) -> int | LateCopy | None:
+        """Return the digest of the sample as it is now, None if none of it is whole and dense.
+
+        Of what is on an accelerator it is a copy that comes later, and only where kernels are asked to be
+        deterministic: else the bits of two runs differ anyway.
+        """
+        found = _digest_of(reference() for reference in self._tensors)
+        if found is not None or not self._on_devices or not torch.are_deterministic_algorithms_enabled():
+            return found
+        sample = [tensor for reference in self._on_devices if (tensor := reference()) is not None]
+        with contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError), torch.no_grad():
+            # a device without pinned memory or events, or some tensors are on another one
+            return LateCopy(
+                torch.cat([tensor.detach().view(-1)[:_WEIGHT_NUMBERS].view(torch.uint8) for tensor in sample])
+            )
+        return None
 
     def digest_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
         """Return the digest of the gradients that belong to the sample and to optimizers, None if there are none.

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ckpt_core._devices.streams import LateNumber
+from ckpt_core._devices.streams import LateCopy
 from ckpt_core.events import Event, ResumeCompared
-from ckpt_core.recorder.fingerprints import digest_numbers
+from ckpt_core.recorder.fingerprints import digest_bytes, digest_numbers
 from ckpt_core.recorder.ring import Record, Ring, decode, encode
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 VERSION = 1
 _KEPT_IN_CHECKPOINTS = 8
 _WAITING_FOR_LOSS = 8
-_NOISE = 1e-2  # relative; losses of kernels that are not deterministic drift apart slowly
+# How far losses of kernels that are not deterministic are apart, relatively: in the first repeated step, which begins
+# with the same weights, and in later ones, as they drift apart.
+_FIRST_NOISE, _NOISE, _LEAST_NOISE = 1e-3, 1e-2, 1e-6
 
 _USUAL_CAUSES = {
     "position": "Usually the length of an epoch has changed, or a dataset or a loader has lost its place.",
@@ -93,7 +95,8 @@ class FlightRecorder:
         self._tell = tell
         self._compares_place = compares_place
         self._last: collections.deque[Record] = collections.deque(maxlen=_KEPT_IN_CHECKPOINTS)
-        self._waiting: collections.deque[tuple[Record, LateNumber | None]] = collections.deque()
+        # with what of each has not come yet, by its name
+        self._waiting: collections.deque[tuple[Record, dict[str, LateCopy]]] = collections.deque()
         self._expected: dict[int, Record] = {}
         self._before: dict[int, Record] = {}
         self._equal = 0
@@ -161,11 +164,11 @@ class FlightRecorder:
         generators: int | None = None,
         rates: int | None = None,
         rate: float = 0.0,
-        weights: int | None = None,
+        weights: int | LateCopy | None = None,
         gradients: int | None = None,
         loss: torch.Tensor | float | None = None,
     ) -> None:
-        """Record one step. The loss of an accelerator is copied when it is there, without waiting for it.
+        """Record one step. What is on an accelerator is copied when it is there, without waiting for it.
 
         ``number`` counts the steps of the training, those before a resume too; ``epoch`` and ``batch`` are as users
         count. ``data`` is the digest of the batch, if it is known, ``generators`` that from before it was fetched,
@@ -173,7 +176,10 @@ class FlightRecorder:
         weights after the step, ``gradients`` that of a sample of what an open accumulation window has added up.
         """
         now = time.perf_counter()
-        value, late = _value_of(loss)
+        value, late_loss = _value_of(loss)
+        late = {} if late_loss is None else {"loss": late_loss}
+        if weights is not None and not isinstance(weights, int):
+            late["weights"] = weights
         record = Record(
             branch=self.branch,
             number=number,
@@ -184,15 +190,15 @@ class FlightRecorder:
             generators=generators,
             rates=rates,
             rate=rate,
-            weights=weights,
+            weights=weights if isinstance(weights, int) else None,
             gradients=gradients,
             loss=value,
-            is_noisy=late is not None and not torch.are_deterministic_algorithms_enabled(),
+            is_noisy=late_loss is not None and not torch.are_deterministic_algorithms_enabled(),
             seconds=now - self._clock,
             time=time.time(),
         )
         self._clock = now
-        if late is None and not self._waiting:
+        if not late and not self._waiting:
             self._complete(record)
         else:
             self._waiting.append((record, late))
@@ -201,9 +207,9 @@ class FlightRecorder:
     def _take_losses(self, *, wait: bool) -> None:
         while self._waiting:
             record, late = self._waiting[0]
-            if late is not None and (wait or late.is_there()):
-                record = dataclasses.replace(record, loss=late.take())
-            elif late is not None and len(self._waiting) <= _WAITING_FOR_LOSS:
+            if wait or all(one.is_there() for one in late.values()):
+                record = dataclasses.replace(record, **{name: _TAKEN[name](one.take()) for name, one in late.items()})
+            elif len(self._waiting) <= _WAITING_FOR_LOSS:
                 return
             self._waiting.popleft()
             self._complete(record)
@@ -228,7 +234,8 @@ class FlightRecorder:
                 return
         other = self._expected.pop(record.number, None)
         if other is not None:
-            differs = _differences(record, other, place=self._compares_place)
+            noise = _NOISE if self._equal else _FIRST_NOISE
+            differs = _differences(record, other, place=self._compares_place, noise=noise)
             if differs:
                 self._differ(record, differs, "repeats one of the interrupted run")
                 return
@@ -239,7 +246,7 @@ class FlightRecorder:
             self._say_equal()
 
     def _note_noise(self, record: Record, other: Record) -> None:
-        if record.loss is not None and other.loss is not None and record.loss != other.loss:
+        if record.loss is not None and other.loss is not None and record.loss != other.loss == other.loss:
             self._noise = max(self._noise, abs(record.loss - other.loss))
 
     def _say_equal(self) -> None:
@@ -248,8 +255,9 @@ class FlightRecorder:
         what = "1 repeated step equals" if self._equal == 1 else f"{self._equal} repeated steps equal"
         if self._noise:
             message = (
-                f"{what} the first run's in data and random generators; losses differ by up to {self._noise:.3g}, "
-                "as those of non-deterministic kernels do (torch.use_deterministic_algorithms)"
+                f"{what} the first run's in data and random generators; losses differ by up to {self._noise:.3g}: "
+                "because kernels are not deterministic, or because training depends on state that no checkpoint holds. "
+                "With torch.use_deterministic_algorithms(True), the recorder tells which"
             )
         else:
             message = f"{what} the first run's, bit for bit"
@@ -319,8 +327,11 @@ def _new_branch() -> int:
     return secrets.randbits(62) + 1
 
 
-def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ...]:
-    """Return what differs of what both records have, in the order in which a step comes by it."""
+def _differences(record: Record, other: Record, *, place: bool, noise: float) -> tuple[str, ...]:
+    """Return what differs of what both records have, in the order in which a step comes by it.
+
+    ``noise`` is how far losses of kernels that are not deterministic may be apart, relatively.
+    """
     if place and (record.epoch, record.batch, record.step) != (other.epoch, other.batch, other.step):
         return ("position",)
     found: list[str] = []
@@ -329,7 +340,8 @@ def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ..
         if mine is None or theirs is None:
             continue
         if name in ("loss", "weights", "gradients") and (record.is_noisy or other.is_noisy):
-            if name == "loss" and not math.isclose(mine, theirs, rel_tol=_NOISE, abs_tol=_NOISE):
+            is_same = math.isclose(mine, theirs, rel_tol=noise, abs_tol=_LEAST_NOISE)
+            if name == "loss" and not (is_same or (math.isnan(mine) and math.isnan(theirs))):
                 found.append(name)
         elif name == "loss":
             if struct.pack("<d", mine) != struct.pack("<d", theirs):
@@ -339,7 +351,11 @@ def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ..
     return tuple(found)
 
 
-def _value_of(loss: torch.Tensor | float | None) -> tuple[float | None, LateNumber | None]:
+# What a record has of what has come, by its name.
+_TAKEN: dict[str, Callable[[torch.Tensor], Any]] = {"loss": float, "weights": digest_bytes}
+
+
+def _value_of(loss: torch.Tensor | float | None) -> tuple[float | None, LateCopy | None]:
     if not isinstance(loss, torch.Tensor):
         return (None if loss is None else float(loss)), None
     if loss.numel() != 1 or loss.is_complex():
@@ -347,6 +363,6 @@ def _value_of(loss: torch.Tensor | float | None) -> tuple[float | None, LateNumb
     if loss.device.type == "cpu":
         return float(loss.detach()), None
     try:
-        return None, LateNumber(loss)
+        return None, LateCopy(loss)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return None, None  # a device without pinned memory, events or numbers of 8 bytes
+        return None, None  # a device without pinned memory or events

@@ -7,13 +7,15 @@ two runs is the user's.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckpt_core.digest import digest_of_parts
 from ckpt_core.state.object_walk import Found, is_generator, is_plain, reach, sample
@@ -38,28 +40,86 @@ _FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # each is waited for
 _EXACT = (list, tuple, set, frozenset, dict, deque)
 _FILLED = (defaultdict, Counter, OrderedDict)  # nobody but the script can make one; it is filled where it is
 _SCALARS = (bool, int, str, type(None))
+# of tensors of devices, by how much of them is read: which change was read last (None: nobody counts), its digest
+_read_before: MutableMapping[torch.Tensor, dict[int | None, tuple[int | None, str]]] = WeakTensorKeyDictionary()
+_waits = contextvars.ContextVar("waits", default=True)
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-def fingerprint(value: Any) -> str:
-    """Return a digest of a plain value, the same in every process; of long containers and arrays, that of a sample."""
+def fingerprint(value: Any, most: int | None = None) -> str:
+    """Return a digest of a plain value, the same in every process; of long containers and arrays, that of a sample.
+
+    Of each tensor about ``most`` elements are read. What is on a device is waited for, but in
+    :func:`looks_without_waiting`.
+    """
     try:
-        return digest_of_parts(_parts(value, [_LOOKED_AT_BYTES]))
+        return digest_of_parts(_parts(value, most))
     except Exception:  # noqa: BLE001 - of a user's class, whatever its repr raises: a save must not end by a look
         return digest_of_parts([f"{type(value).__qualname__}, unreadable".encode()])
 
 
-def _parts(value: Any, left: list[int]) -> Iterator[bytes]:
+@contextlib.contextmanager
+def looks_without_waiting(condition: bool = True) -> Iterator[None]:
+    """Let fingerprints wait for no device: of what has changed since the last that did, they are those of nothing.
+
+    Does nothing if the ``condition`` is false. They see no change that torch does not count, such as one by the replay
+    of a CUDA graph.
+    """
+    token = _waits.set(_waits.get() and not condition)
+    try:
+        yield
+    finally:
+        _waits.reset(token)
+
+
+def _parts(value: Any, most: int | None) -> Iterator[bytes]:
+    on_devices: list[tuple[torch.Tensor, torch.Tensor]] = []
+    yield from _parts_of_host(value, [_LOOKED_AT_BYTES], most, on_devices)
+    if on_devices and _waits.get():
+        _read(on_devices, most)
+    for tensor, _ in on_devices:
+        version, found = _read_before.get(tensor, {}).get(most, (-1, ""))
+        yield (found if version in (_version(tensor), None) else f"{_version(tensor)} changes").encode()
+
+
+def _read(tensors: list[tuple[torch.Tensor, torch.Tensor]], most: int | None) -> None:
+    """Copy samples of tensors of devices, each device's at once: it is waited for once."""
+    by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for tensor, sample_ in tensors:
+        flat = sample_.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+        by_device.setdefault(tensor.device, []).append((tensor, flat))
+    for found in by_device.values():
+        data = torch.cat([flat for _, flat in found]).cpu().numpy().data
+        for tensor, flat in found:
+            read = _version(tensor), digest_of_parts([data[: flat.numel()]])
+            _read_before.setdefault(tensor, {})[most] = read
+            data = data[flat.numel() :]
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _parts_of_host(
+    value: Any, left: list[int], most: int | None, on_devices: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[bytes]:
+    """Yield the parts of a value, but those that are to be read from devices, of which samples are added."""
     if isinstance(value, torch.Tensor):
-        value = value.detach()
+        tensor, value = value, value.detach()
+        if most is not None:
+            value = value.flatten()[:: max(1, value.numel() // most)]
         yield f"{value.dtype}{tuple(value.shape)}".encode()
-        if value.layout == torch.sparse_coo and value.device.type == "cpu":
-            yield from _parts([value._indices(), value._values()], left)
+        if value.layout == torch.sparse_coo:
+            yield from _parts_of_host([value._indices(), value._values()], left, most, on_devices)
             return
-        if value.device.type != "cpu" or value.layout != torch.strided:
-            return  # to look at it would wait for the device
+        if value.layout != torch.strided or value.is_meta:
+            return
         if not _is_whole(value.numel() * value.element_size(), left):
             value = _thinned(value.flatten() if value.is_contiguous() else value, left)
+        if not value.is_cpu:
+            # a piece of what several ranks have could not be read without them
+            on_devices += [(tensor, value)] if type(tensor) in (torch.Tensor, torch.nn.Parameter) else []
+            return
         flat = value.reshape(-1)
         yield flat.contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     elif isinstance(value, np.ndarray):
@@ -73,7 +133,7 @@ def _parts(value: Any, left: list[int]) -> Iterator[bytes]:
         yield f"{type(value).__name__}{len(value)}".encode()
         for key in sample(value):
             yield repr(key).encode()
-            yield from _parts(value[key], left)
+            yield from _parts_of_host(value[key], left, most, on_devices)
     elif isinstance(value, (set, frozenset)):
         # of one set, its members alone: their order is another in each process
         yield f"{type(value).__name__}{len(value)}".encode()
@@ -85,7 +145,7 @@ def _parts(value: Any, left: list[int]) -> Iterator[bytes]:
             yield repr(items).encode()
         else:
             for item in items:
-                yield from _parts(item, left)
+                yield from _parts_of_host(item, left, most, on_devices)
     else:
         yield f"{type(value).__name__}{value!r}".encode()
 
@@ -119,8 +179,7 @@ def _is_data(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (list, tuple)):
         is_deep = depth > 0 and len(value) > 0
         return is_deep and all(isinstance(one, (int, float)) or _is_data(one, depth - 1) for one in sample(value))
-    # of what is on a device the numbers are not looked at
-    return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.device.type == "cpu")
+    return isinstance(value, (np.ndarray, torch.Tensor))
 
 
 def _is_no_state(path: str, *words: str) -> bool:
@@ -367,8 +426,7 @@ def small(value: Any, *, is_kept: bool = False, waits: bool = True) -> dict[str,
         return None
     with contextlib.suppress(_TooMuch):
         left = [_KEPT_ITEMS, _KEPT_BYTES] if is_kept else [_SMALL_ITEMS, _SMALL_BYTES]
-        device = devices - {"cpu"}
-        return {**_encoded(value, left), "in_place": False, **({"device": device.pop()} if device else {})}
+        return {**_encoded(value, left), "in_place": False}
     return None
 
 
@@ -388,17 +446,22 @@ def _is_of_numbers(value: Any, devices: set[str], *, is_kept: bool) -> bool:
 
 
 def _encoded(value: Any, left: list[int]) -> dict[str, Any]:
-    if type(value) in _FILLED:
-        return {"value": _encode(dict(value), left), "only_filled": True}
-    return {"value": _encode(value, left)}
+    is_filled = type(value) in _FILLED
+    devices = set[str]()
+    encoded = {"value": _encode(dict(value) if is_filled else value, left, devices)}
+    if len(devices) > 1:
+        raise _TooMuch  # nobody would know where the numbers belong
+    device = devices - {"cpu"}
+    return {**encoded, **({"only_filled": True} if is_filled else {}), **({"device": device.pop()} if device else {})}
 
 
-def _encode(value: Any, left: list[int]) -> Any:
+def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
     if type(value) in (bool, int, float, complex, str, type(None)):
         return value
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or type(value) is not torch.Tensor:
             raise _TooMuch
+        devices.add(value.device.type)
         _spend(left, 1 if value.device.type == "cpu" else _FOR_ONE_OF_A_DEVICE, value.numel() * value.element_size())
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray):
@@ -414,7 +477,7 @@ def _encode(value: Any, left: list[int]) -> Any:
         raise _TooMuch
     _spend(left, len(value), 0)
     if isinstance(value, dict):
-        return {"dict": [[_encode(key, left), _encode(item, left)] for key, item in value.items()]}
+        return {"dict": [[_encode(key, left, devices), _encode(item, left, devices)] for key, item in value.items()]}
     kind, items = type(value).__name__, list(value)
     kinds = set(map(type, items))
     if len(items) >= _PACKED_ITEMS:
@@ -423,9 +486,10 @@ def _encode(value: Any, left: list[int]) -> Any:
         if kinds == {float}:
             return {kind: torch.tensor(items, dtype=torch.float64)}
     if kinds == {torch.Tensor} and len({(i.shape, i.dtype, i.device, i.layout) for i in items}) == 1:
+        devices.add(items[0].device.type)
         _spend(left, 0, len(items) * items[0].numel() * items[0].element_size())
         return {kind: {"stack": torch.stack([item.detach() for item in items]).to("cpu")}}
-    return {kind: [_encode(item, left) for item in items]}
+    return {kind: [_encode(item, left, devices) for item in items]}
 
 
 def _spend(left: list[int], items: int, size: int) -> None:

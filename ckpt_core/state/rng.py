@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import random
 import struct
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,12 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from ckpt_core._devices.generators import DeviceGenerators, capture_device_generators, restore_device_generators
+from ckpt_core._devices.generators import (
+    DeviceGenerators,
+    capture_device_generators,
+    new_generator,
+    restore_device_generators,
+)
 from ckpt_core.errors import SerializationError
 from ckpt_core.state.object_walk import reach
 
@@ -198,7 +204,8 @@ def _decode_any(value: Any) -> Any:
 def capture_generator(generator: Any) -> Any:
     """Return the state of a generator as tensors and plain numbers."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        state = generator.get_state()
+        return state if generator.device.type == "cpu" else {"torch": state, "device": generator.device.type}
     if isinstance(generator, np.random.Generator):
         return _encode_any(dict(generator.bit_generator.state))
     if isinstance(generator, np.random.BitGenerator):
@@ -212,6 +219,16 @@ def capture_generator(generator: Any) -> Any:
 def restore_generator(generator: Any, state: Any) -> None:
     """Set a generator to what :func:`capture_generator` returned."""
     if isinstance(generator, torch.Generator):
+        state, device = (state["torch"], state["device"]) if isinstance(state, dict) else (state, None)
+        # earlier versions have not saved where it was
+        is_other = state.numel() != generator.get_state().numel() if device is None else device != generator.device.type
+        if is_other:
+            warnings.warn(
+                f"this resume is not exact: a random generator of the script is on {generator.device.type} now, and "
+                "the one that was saved was on another kind of device. It keeps the seed that the script gives it",
+                stacklevel=2,
+            )
+            return
         generator.set_state(state.cpu())
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _decode_any(state)
@@ -228,7 +245,9 @@ def restore_generator(generator: Any, state: Any) -> None:
 def made_generator(state: Any) -> Any:
     """Return a new generator with a state that :func:`capture_generator` returned."""
     generator: Any = torch.Generator() if isinstance(state, torch.Tensor) else random.Random()
-    if isinstance(state, dict) and "has_gauss" in state:
+    if isinstance(state, dict) and "torch" in state:
+        generator = new_generator(state["device"])
+    elif isinstance(state, dict) and "has_gauss" in state:
         generator = np.random.RandomState()
     elif isinstance(state, dict):
         generator = np.random.Generator(getattr(np.random, state["bit_generator"])())

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.state.changed_values import looks_without_waiting
 from ckpt_core.state.ddp import rebuild_ddp_buckets, unsaved_hook_states
 from ckpt_core.state.fast_pickle import Noted
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
@@ -485,7 +486,8 @@ class ExactState(Live):
         is_open = self._open_gradients or self._window_open(batches)
         if resumes or self._is_inside or (is_open and not is_start):
             return None
-        own = self._capture_rank(looks=False)
+        with looks_without_waiting():
+            own = self._capture_rank(looks=False)
         if is_start:
             own["per_rank"]["gradients"] = {}
         if self._begun is None or self._begun[0] is not self._epoch.begun:

@@ -22,6 +22,7 @@ from ckpt_core.recorder.flight_recorder import _WAITING_FOR_LOSS
 from ckpt_core.recorder.ring import CAPACITY, Ring, record_path
 from ckpt_core.state.rng import RngState
 from tests.conftest import ScriptRunner
+from tests.support.accelerators import CUDA, SIMULATED, Accelerator
 
 
 def run(recorder: FlightRecorder, first: int, end: int, *, each: int = 4, **changes: dict[int, Any]) -> FlightRecorder:
@@ -396,6 +397,62 @@ def test_a_loss_that_is_late_is_recorded_and_compared(runs: Runs, monkeypatch: p
     Late.there = False
     many = run(runs.begin(), 0, _WAITING_FOR_LOSS + 5)
     assert len(many.capture()["records"]) == 5 * 128  # those that have waited too long are recorded without it
+
+
+@pytest.mark.parametrize(
+    ("step", "factor", "is_said"), [(4, 1.0005, False), (4, 1.002, True), (5, 1.002, False), (5, 1.02, True)]
+)
+def test_losses_of_kernels_that_are_not_deterministic_may_be_a_little_apart(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, step: int, factor: float, is_said: bool
+) -> None:
+    class There:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def is_there(self) -> bool:
+            return True
+
+        def take(self) -> float:
+            return self.value
+
+    monkeypatch.setattr("ckpt_core.recorder.flight_recorder._value_of", lambda loss: (None, There(loss)))
+    first = run(runs.begin(), 0, 4)
+    saved = first.capture()
+    run(first, 4, 6, loss={4: float("nan")} if step == 5 else {})
+    first.close()
+    changed = {4: float("nan")} if step == 5 else {}
+    run(runs.begin(saved), 4, 6, loss={**changed, step: factor / (step + 1)}, weights={4: 77, 5: 78})
+    assert runs.verdict.differs == (("loss",) if is_said else ())
+    assert ("because kernels are not deterministic, or because" in runs.verdict.message) == (not is_said)
+
+
+@pytest.mark.parametrize("accelerator", [SIMULATED, CUDA], indirect=True)
+def test_the_weights_on_a_device_are_compared_where_kernels_are_deterministic(
+    runs: Runs, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).to(accelerator.type)
+    sample = WeightSample(module)
+
+    def record(recorder: FlightRecorder, number: int, weight: float) -> None:
+        with torch.no_grad():
+            accelerator.busy()
+            module[0].weight.fill_(weight)
+        recorder.record(number=number, epoch=0, batch=number, step=number + 1, weights=sample.digest())
+
+    first = runs.begin()
+    record(first, 0, 0.0)
+    saved = first.capture()
+    record(first, 1, 1.0)
+    record(first, 2, 2.0)
+    first.finish()
+    resumed = runs.begin(saved)
+    record(resumed, 1, 1.0)
+    record(resumed, 2, 2.5)
+    resumed.finish()
+    assert (runs.verdict.steps, runs.verdict.differs) == (1, ("weights",))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    assert sample.digest() is None
 
 
 class Counted:

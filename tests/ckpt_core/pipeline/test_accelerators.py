@@ -21,7 +21,7 @@ import torch
 from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core._devices.generators import DeviceGenerators
 from ckpt_core._devices.pinning import pin
-from ckpt_core._devices.streams import LateNumber, on_current_streams
+from ckpt_core._devices.streams import LateCopy, on_current_streams
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import device_copy
 from ckpt_core._pipeline.buffer_pool import BufferPool
@@ -611,7 +611,7 @@ def test_a_late_number_waits_for_the_device_that_computes_it(accelerator: Accele
     value = torch.zeros(1, dtype=torch.float64, device=f"{accelerator.type}:{last}")
     accelerator.busy(last)
     value.fill_(7.0)
-    assert LateNumber(value).take() == 7.0
+    assert LateCopy(value).take() == 7.0
 
 
 @pytest.mark.gpu

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_core.state.changed_values import PlainState, fingerprint, small
-from tests.support.accelerators import SIMULATED, SimulatedAccelerator
+from ckpt_core.state.changed_values import PlainState, fingerprint, looks_without_waiting, small
+from tests.support.accelerators import CUDA, SIMULATED, Accelerator, SimulatedAccelerator
 
 
 class Holder:
@@ -265,9 +265,56 @@ def test_what_is_on_a_device_comes_back_there(accelerator: SimulatedAccelerator)
     found, row = target.value
     assert {one.device.type for one in (*found, row["row"], target.inner)} == {device}
     assert (torch.stack(found).tolist(), row["row"].tolist(), target.inner.tolist()) == ([*range(500)], [1, 1], [3])
+    plain = PlainState(source)
+    source.inner = torch.full((1,), 4.0, device=device)
+    target.inner = None
+    PlainState(target).restore(plain.capture()[0])
+    assert (target.inner.device.type, target.inner.tolist()) == (device, [4])
     assert small(losses) is small(losses, is_kept=True, waits=False) is None
     assert small([*losses, torch.ones(())], is_kept=True) is None, "nobody knows where the numbers belong"
     assert small([{"loss": loss} for loss in losses], is_kept=True) is None, "each would be waited for"
+
+
+@pytest.mark.parametrize("accelerator", [SIMULATED, CUDA], indirect=True)
+def test_the_numbers_of_what_is_on_a_device_are_looked_at(accelerator: Accelerator) -> None:
+    values = {
+        "number": torch.tensor(2.5),
+        "large": torch.arange(300_000.0),
+        "turned": torch.arange(600.0).view(20, 30).t(),
+        "list": [torch.ones(3), {"a": torch.zeros(2, dtype=torch.bfloat16)}],
+        "empty": torch.ones(0),
+    }
+    there = torch.utils._pytree.tree_map(lambda one: one.to(accelerator.type), values)
+    known = {name: fingerprint(value) for name, value in there.items()}
+    accelerator.busy()
+    there["number"] += 1
+    there["large"] += 1
+    there["turned"][29, 19] = 0.0
+    there["list"][1]["a"] = there["list"][1]["a"] + 1
+    assert {name for name in known if fingerprint(there[name]) != known[name]} == {"number", "large", "turned", "list"}
+    tensors = [torch.ones(3, device=accelerator.type), torch.arange(5, device=accelerator.type)]
+    assert fingerprint(tensors, 64) == fingerprint([one.clone() for one in tensors], 64)
+
+
+@pytest.mark.parametrize("accelerator", [SIMULATED], indirect=True)
+def test_a_look_that_may_not_wait_for_a_device_sees_that_something_has_changed(
+    accelerator: SimulatedAccelerator,
+) -> None:
+    holder = Holder()
+    holder.value, holder.inner = torch.ones(3, device=accelerator.type), [torch.zeros(2, device=accelerator.type)]
+    waits = accelerator.module.host_waits()
+    plain = PlainState(holder)
+    assert accelerator.module.host_waits() > waits
+    known = plain.digests()
+    holder.value += 1
+    waits = accelerator.module.host_waits()
+    with looks_without_waiting():
+        assert plain.changed().keys() == {"value"}
+        assert plain.digests()["inner"] == known["inner"]
+    assert accelerator.module.host_waits() == waits
+    holder.value -= 1
+    with looks_without_waiting(False):
+        assert plain.changed() == {}
 
 
 def test_of_what_a_script_keeps_tensors_are_captured_too_and_no_graph() -> None:

@@ -19,11 +19,15 @@ from ckpt_core.errors import SerializationError
 from ckpt_core.state.rng import (
     PACKED_RNG_BYTES,
     RngState,
+    capture_generator,
     capture_generators,
+    made_generator,
     pack_rng,
+    restore_generator,
     restore_generators,
     unpack_rng,
 )
+from tests.support.accelerators import CUDA, SIMULATED, Accelerator
 
 
 def draw() -> list[float]:
@@ -156,3 +160,22 @@ def test_what_is_encoded_twice_shares_no_memory() -> None:
         one[name].zero_()
         assert other[name].any()
         assert state.encode()[name].any()
+
+
+@pytest.mark.parametrize("accelerator", [SIMULATED, CUDA], indirect=True)
+def test_a_generator_that_training_made_on_a_device_is_made_there_again(accelerator: Accelerator) -> None:
+    saved = torch.Generator(accelerator.type).manual_seed(3)
+    torch.rand(2, device=accelerator.type, generator=saved)
+    made = made_generator(reload(capture_generator(saved)))
+    assert made.device.type == accelerator.type
+    drawn = [torch.rand(3, device=accelerator.type, generator=one).tolist() for one in (made, saved)]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("accelerator", [SIMULATED, CUDA], indirect=True)
+def test_a_generator_that_is_on_another_kind_of_device_now_is_named_and_left_alone(accelerator: Accelerator) -> None:
+    state = capture_generator(torch.Generator(accelerator.type).manual_seed(3))
+    now = torch.Generator().manual_seed(5)
+    with pytest.warns(UserWarning, match="a random generator of the script is on cpu now"):
+        restore_generator(now, state)
+    assert torch.rand(3, generator=now).tolist() == torch.rand(3, generator=torch.Generator().manual_seed(5)).tolist()
