@@ -283,7 +283,9 @@ class FlightRecorder:
 
     def capture(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the recorder, as numbers and a tensor."""
-        return {"version": VERSION, "branch": self.branch, "records": encode(self._last)}
+        # of the last steps, the losses may still be on an accelerator; their batches are known
+        last = [*self._last, *(dataclasses.replace(record, branch=self.branch) for record, _ in self._waiting)]
+        return {"version": VERSION, "branch": self.branch, "records": encode(last[-_KEPT_IN_CHECKPOINTS:])}
 
     def finish(self) -> None:
         """Record what still waits for its loss, say what was compared, and close the file."""
