@@ -253,7 +253,7 @@ def _listen() -> None:
         _signals.wrap(AcceleratedOptimizer, "step", _optimizer_step)
         _signals.wrap(DataLoaderShard, "__iter__", _iterate)
         _signals.wrap(DataLoaderDispatcher, "__iter__", _iterate)
-        _signals.wrap(DataLoader, "__iter__", _begin_a_loader)
+        _signals.wrap(DataLoader, "__iter__", unprepared.iterate)
         for name, tell in _LOCAL_SGD.items():
             _signals.wrap(LocalSGD, name, _of_local_sgd(tell))
 
@@ -363,13 +363,6 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
                 save_snapshot(session)
         for rehearsal in rehearsals:
             rehearsal.after_batch(loader)
-
-
-def _begin_a_loader(original: Any, loader: Any) -> Iterator[Any]:
-    """Follow what the script iterates over without having prepared it."""
-    for session in live_sessions():
-        session.variables.takes_a_batch()
-    return unprepared.iterate(original, loader)
 
 
 def _of_local_sgd(tell: Callable[[Session, Any], None]) -> Callable[..., Any]:

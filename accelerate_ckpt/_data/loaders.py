@@ -19,7 +19,6 @@ from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.elastic import derive_rng
 from ckpt_core.state.lost_variables import is_done_with
 from ckpt_core.state.rng import RngState
-from ckpt_core.state.script_loops import is_a_loops, is_cycled, is_same, running_instruction
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +316,6 @@ class LoaderPositions:
             if self.before_epoch is not None:
                 self.before_epoch()
         position.outlasted_by.clear()
-        position.ended_within = None
         for other in self._positions:
             other.outlasted_by.pop(position, None)
         if self.uses.count == 0:
@@ -356,20 +354,12 @@ class LoaderPositions:
         for other in self._positions:
             if position in other.outlasted_by:
                 other.outlasted_by[position] += 1
-        self._note_repeats()
-        position.taken_at = running_instruction()
-
-    def _note_repeats(self) -> None:
-        for other in self._positions:
-            # taken together with another one by one instruction, as by ``zip``, or longer by others
-            is_zipped = other.ended_within is not None and self.uses.count > other.ended_within
-            lasts = [one for one, batches in other.outlasted_by.items() if is_zipped or batches == 2]
-            if other.has_trained and any(one.has_trained for one in lasts):
-                other.repeats = True
-                if other.was_cut and not self._are_repeats_told:
-                    self._are_repeats_told = True
-                    self._causes.append(_REPEATED)
-                    self._say_causes()
+                if other.outlasted_by[position] == 2 and position.has_trained and other.has_trained:
+                    other.repeats = True
+                    if other.was_cut and not self._are_repeats_told:
+                        self._are_repeats_told = True
+                        self._causes.append(_REPEATED)
+                        self._say_causes()
 
     def reads_otherwise(self, cause: str) -> None:
         """Note that what a loader has read again was not what it had read; warn once."""
@@ -380,13 +370,7 @@ class LoaderPositions:
     def ends(self, position: LoaderPosition) -> None:
         """Note that the script has gone through a whole loader."""
         others = (other for other in self._positions if other is not position)
-        now = running_instruction()
-        inside = {other: 0 for other in others if other.is_inside}
-        if any(is_same(other.taken_at, now) for other in inside):
-            position.ended_within = self.uses.count
-        elif is_a_loops(now):
-            inside = {}  # a loop of its own in the body of another one
-        position.outlasted_by = inside
+        position.outlasted_by = {other: 0 for other in others if other.is_inside}
         if self._between is None and position.has_trained:
             self._between = _BetweenEpochs(position, RngState.capture())
 
@@ -419,11 +403,7 @@ class LoaderPositions:
                 "save_state was called after the script took a batch, but before it used it: a resume skips that "
                 "batch (save at the end of the loop's body)"
             )
-        self._note_repeats()
         is_inside = any(position is not None and position.is_inside for position in positions)
-        for position in positions if is_inside else ():
-            if position is not None and position.has_trained and position.is_in_last_body:
-                position.repeats |= is_cycled([position, position.loader])
         repeats = is_inside and any(position is not None and position.repeats for position in positions)
         read_ahead = any(position is not None and position.is_read_ahead for position in positions)
         if read_ahead:

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import logging
 import threading
-import types
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -99,8 +98,6 @@ class LoaderPosition:
     Attributes:
         outlasted_by: Loaders that were in the middle of an iteration when this one's ended, and how many batches they
             have handed out since then.
-        taken_at: The instruction of the script that has taken the last batch.
-        ended_within: The signs of training when an iteration ended where the script took the batches of another one.
         repeats: Whether the script trains on as if this loader had no end, such as ``itertools.cycle`` makes it look.
     """
 
@@ -110,8 +107,6 @@ class LoaderPosition:
         self.is_restored = self.repeats = False
         self.was_there = False  # whether the loader was prepared before a load
         self.outlasted_by: dict[LoaderPosition, int] = {}
-        self.taken_at: tuple[types.CodeType, int] | None = None
-        self.ended_within: int | None = None
         self.resumes_training = False  # whether the run was resumed, and trains on batches of this loader
         self.fetches: Fetched | None = None
         self._run = run

@@ -207,13 +207,6 @@ class Session:
         """Note what Accelerate has wrapped a model in; it keeps the model itself."""
         wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped += [weakref.ref(wrapper) for wrapper in wrappers]
-        self.wait_for_a_forward_pass()
-
-    def wait_for_a_forward_pass(self) -> None:
-        """Have a look at the variables of the script when it uses a model, if that is before it takes a batch."""
-        # a hook inside a compiled call would be compiled with it
-        if all(getattr(model, "_compiled_call_impl", None) is None for model in self.accelerator._models):
-            self.variables.waits_for_a_forward_pass()
 
     def distributed_models(self) -> list[DistributedDataParallel]:
         """Return the models that DDP synchronises, in the order in which they were prepared.

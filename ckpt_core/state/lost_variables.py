@@ -32,15 +32,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ckpt_core.state.code_origin import is_library, is_librarys_module, is_users_file
 from ckpt_core.state.object_walk import OF_EVERY_MODULE, set_by_libraries
-from ckpt_core.state.script_loops import Loops, moduli, skips_by
 from ckpt_core.state.value_marks import (
     CACHE,
     CODE,
-    FILE,
     MOST_VALUES,
     NO_STATE,
     NUMBERS,
@@ -176,14 +173,6 @@ class Variables:
         self._loose_first: dict[str, Any] = {}  # how far they were when a new run trained on its first batch
         self._trained = False
         self._known: Known | None = None
-        self._loops = Loops()
-        self._forward: Any = None  # waits for the first forward pass, which a run without loaders may begin with
-        self._is_early = False  # whether it was looked at then
-
-    @_harmless
-    def takes_a_batch(self) -> None:
-        """Note that a batch of a loader is taken, or that the loader is begun, by what is running."""
-        self._loops.given_a_batch(_frames(sys._getframe(1)))
 
     @property
     def told_later(self) -> Collection[str]:
@@ -192,10 +181,6 @@ class Variables:
 
     def handed_out(self, *, begins: bool) -> None:
         """Note that the script is given a batch, the first of an epoch or another one."""
-        self.takes_a_batch()
-        self._stop_waiting()
-        if self._is_early:
-            self._first, self._is_early, self._lost = {}, False, None
         if not self._trained and (self._lost or not self._first or self._lost is None):
             self._look()
         elif self._trained and begins:
@@ -209,45 +194,14 @@ class Variables:
         """Note a backward pass, or a step of an optimizer."""
         if self._trained:
             return
-        self._stop_waiting()
         if not self._first:  # it has loaders of its own
             self._look()
-        elif self._is_early:
-            self._look_again()
         self._trained = True
         self._look_at_iterators()
-        self._look_at_loops()
         if self._lost:
             self._say(self._lost)
         if self._only_logged:
             self._tell(self._only_logged)
-
-    def waits_for_a_forward_pass(self) -> None:
-        """Look when a model is used for the first time, if that is before a batch is handed out: by a rollout."""
-        if self._forward is None and not self._first and not self._trained:
-            self._forward = register_module_forward_pre_hook(self._passes_forward)
-
-    def _passes_forward(self, module: torch.nn.Module, _: Any) -> None:
-        watched = self._watched()
-        if watched is not None and any(module is one for one in watched.models):
-            self._stop_waiting()
-            self._look()
-            self._is_early = True
-
-    def _stop_waiting(self) -> None:
-        if self._forward is not None:
-            self._forward.remove()
-            self._forward = None
-
-    @_harmless
-    def _look_again(self) -> None:
-        found = self._found()
-        marks = {key: one.mark for key, one in found.items()}
-        self._ids = {key: id(one.value) for key, one in found.items()} | self._ids
-        self._first, self._of_pass = marks | self._first, marks | self._of_pass
-        lost, logged = self._lost_of(found) if self._saved else ([], [])
-        self._lost = list(dict.fromkeys([*(self._lost or ()), *lost]))
-        self._only_logged = list(dict.fromkeys([*self._only_logged, *logged]))
 
     @_harmless
     def _look_at_iterators(self) -> None:
@@ -257,32 +211,8 @@ class Variables:
         self._lost = [*(self._lost or ()), *(n for n, (then, first) in saved.items() if now.get(n) == first != then)]
 
     @_harmless
-    def _look_at_loops(self) -> None:
-        if (watched := self._watched()) is None or watched.waits:
-            return
-        frames = _frames(sys._getframe(1))
-        self._loops.trains(frames)
-        for name, count in self._loops.begun_again(self._saved.get("loops", ()), frames).items():
-            self._lost = self._lost or []
-            if count is None:
-                self._lost.append(name)
-                continue
-            variable, frame, missed = count
-            source = _source_of([], watched)
-            divisors = moduli(variable, frame)
-            is_skipped = source.knows_the_resume or skips_by(variable, frame)
-            if is_skipped or (divisors and not any(missed % one for one in divisors)):
-                continue
-            place, of = f"`{variable}` of {_place_of(frame)[0]}", source.names_of(variable, frame.f_code)[-1]
-            if source.decides(of, counts=True):
-                self._lost.append(place)
-            elif source.is_logged(of):
-                self._only_logged = [*self._only_logged, place]
-
-    @_harmless
     def ends(self) -> None:
         """The training is over."""
-        self._stop_waiting()
         if self._trained and (self._caches or self._made_once):
             self._compare_caches(self._found())
 
@@ -351,11 +281,7 @@ class Variables:
         # those of an epoch end with it
         places = {} if between else self._loose
         loose = {name: [place, self._loose_first.get(name, [1, 1])] for name, place in places.items()}
-        watched = self._watched()
-        waits = watched is None or watched.waits
-        loops = [] if waits else self._loops.capture(_frames(sys._getframe(1)), between=between)
-        more = {name: one for name, one in (("iterators", loose), ("loops", loops)) if one}
-        return {"values": noted, "between": between, "ends": ends, **more, **counts}
+        return {"values": noted, "between": between, "ends": ends, **({"iterators": loose} if loose else {}), **counts}
 
     def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
         """Return where there was nothing, an empty dictionary or another kind of value, of which this is a part now."""
@@ -370,9 +296,8 @@ class Variables:
     @_harmless
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Compare what training begins with now with what a checkpoint says."""
-        self._saved = saved if any(saved.get(name) for name in ("values", "iterators", "loops")) else {}
+        self._saved = saved if saved.get("values") or saved.get("iterators") else {}
         self._first, self._ids, self._trained, self._lost, self._passes, self._anew = {}, {}, False, None, 0, set()
-        self._only_logged, self._is_early = [], False
         self._at_load = {key: one.mark for key, one in self._found().items()} if self._saved else {}
 
     @_harmless
@@ -422,8 +347,8 @@ class Variables:
 
     def _is_as_new(self, now: _Held, noted: Sequence[Any], key: str) -> bool:
         saved, first = noted[:2]
-        if now.mark == saved or now.kind == FILE:
-            return bool(now.mark != saved)  # what the interrupted run wrote after the checkpoint is still there
+        if now.mark == saved:
+            return False
         if now.kind == WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
             return True
         # what a run without a loader begins with is looked at after its first steps, which may have drawn other values
@@ -444,8 +369,8 @@ class Variables:
             names = [source.names_of(f"{now.path}.{part}", now.code)[-1] for part in parts[0][:MOST_VALUES]]
             if all(name.endswith("]") and not source.keeps(name, 0.0) for name in names) and not self._saved["ends"]:
                 return False
-        if kind in (CACHE, FILE):
-            return bool(kind == FILE)  # a cache may come to the same again
+        if kind == CACHE:
+            return False  # it may come to the same again
         names = [] if source is None else source.names_of(now.path, now.code)
         if kind in (WEIGHTS, STAYS):
             return first != "" or source is None or source.keeps(names[-1], now.value)
@@ -480,12 +405,12 @@ class Variables:
             place = getattr(source, "__name__", type(source).__name__)
             for name, value in children_of(source):
                 for path, what, one, of, told_by in look.into(name, value):
-                    if CELL in path or what in (CACHE, FILE) or (what == CODE and path == name):
+                    if CELL in path or what == CACHE or (what == CODE and path == name):
                         found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, f"self.{path}", None, one, of)
         # what is in several is looked at where it is for the longest time
         objects = [
             *((one, [*_of_model(one)]) for one in models),
-            *((one, [_attributes(one), (type(one), _small_buffers(one))]) for one in watched.owners),
+            *((one, [_attributes(one)]) for one in watched.owners),
         ]
         alike = collections.Counter[type]()
         for thing, parts in objects:
@@ -714,16 +639,8 @@ def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, An
 
 def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
     kind: Any = type(owner)
-    if isinstance(owner, functools.partial):
-        return kind, children_of(owner)
     librarys = set_by_libraries(kind) | (OF_EVERY_MODULE if isinstance(owner, torch.nn.Module) else frozenset())
     return kind, [(name, value) for name, value in own_attributes(owner) if name not in librarys]
-
-
-def _small_buffers(owner: object) -> list[tuple[str, Any]]:
-    """Return the counts and averages of a module that belongs to no model, as a loss may be."""
-    buffers = owner._buffers if isinstance(owner, torch.nn.Module) else {}
-    return [(name, one) for name, one in buffers.items() if one is not None and one.numel() <= MOST_VALUES]
 
 
 def _shown(path: str) -> str:

@@ -77,7 +77,6 @@ _KEEPS: dict[type, Callable[[Any], Any]] = {
 _SHARED = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)
 _BYTES = 1 << 12
 _FILE = 1 << 16
-_OF_A_FILE = 1 << 12  # items
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 # what may change, of classes that are entered otherwise by nobody
 _CHANGEABLE = (
@@ -106,7 +105,6 @@ _LARGE_CACHE = 4096  # results; of a bounded one, all are asked for
 # that may begin again; it is a value, of which the source must tell.
 WEIGHTS, STAYS, PLACE, VALUE = "weights", "stays", "place", "value"
 CACHE = "cache"  # of a function, which is lost if it is computed again and comes to something else
-FILE = "file"  # an array in a file, which nobody sets back
 CODE = "code"  # a function or class, which may be replaced by another one
 
 
@@ -147,9 +145,6 @@ class Look:
     def _walk(self, path: str, value: Any, owner: Any, depth: int) -> Iterator[tuple[str, str, Any, Any]]:
         if type(value) in NUMBERS or type(value) is str:
             yield path, VALUE, value, owner
-            return
-        if isinstance(value, np.memmap) and value.mode in ("r+", "w+"):
-            yield path, FILE, value, owner
             return
         if isinstance(value, dict) and NO_STATE.search(path.rpartition(".")[2]):
             yield path, CACHE, _marks_of(_newest(value)), owner
@@ -360,8 +355,6 @@ def is_other(saved: str, now: str) -> bool:
 def _mark(kind: str, value: Any) -> str:
     if kind == CACHE:
         return json.dumps(value)
-    if kind == FILE:
-        return mark(np.array(value.reshape(-1)[:: max(1, value.size // _OF_A_FILE)]))
     return mark_of(some(tensors_in(value))) if kind == WEIGHTS else mark(value)
 
 

@@ -65,11 +65,6 @@ class Source:
                 self._reader.add(_read(text, here, waits, frozenset(self._reader.made)))
         self._is_readable = self._reader.is_readable
 
-    @property
-    def knows_the_resume(self) -> bool:
-        """Whether the script asks where it has been resumed."""
-        return ".resumed" in self._reader.read_names
-
     def clears(self, name: str) -> bool:
         """Whether the cache of a function is emptied."""
         return name in self._reader.cleared
@@ -518,7 +513,7 @@ class _Reader(ast.NodeVisitor):
             flat = [part for target in parts for part in getattr(target, "elts", [target])]
             names = {self._goes_to(part) for part in flat}
             tells = self._logs(getattr(one, "value", one))
-            kinds.add("sets" if names and None not in names else "tells" if tells else what_it_does(one))
+            kinds.add("sets" if names and None not in names else "tells" if tells else _kind(one))
             targets |= {name for name in names if name is not None}
         if "does" in kinds or {"ends", "sets"} <= kinds:
             return self._into, set()
@@ -637,8 +632,7 @@ def _fingerprints(mark: str) -> set[str]:
     return set()
 
 
-def what_it_does(node: ast.AST) -> str:
-    """Return whether a statement ends something, tells people of something, saves, or does anything else."""
+def _kind(node: ast.AST) -> str:
     if isinstance(node, (ast.Break, ast.Return, ast.Raise, ast.Continue)):
         return "ends"
     if isinstance(node, ast.Pass):

@@ -226,10 +226,3 @@ def test_a_file_is_read_again_only_where_something_else_of_it_runs(
         assert source.set_back_by(".sum", 1, mark(0)) == {"reset"}
         assert source.keeps(":total", 1)
     assert reads == [["Meter"], ["train", "check"], ["train", "check"]]
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_script_that_asks_where_it_was_resumed_is_told_from_others(asks: bool, tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(f"step = 3 + accelerator.{'resumed' if asks else 'step'}.batch\n")
-    assert Source([str(file)]).knows_the_resume is asks
