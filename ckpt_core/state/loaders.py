@@ -34,7 +34,6 @@ from ckpt_core.state.worker_generators import (
     WorkerInit,
     WorkerRngLog,
     has_lost_carried,
-    left_out_of,
     pack_carried,
 )
 
@@ -410,9 +409,7 @@ class LoaderTracker:
         if self._has_lost_generators(state):
             path = next(iter(self.carried.paths), "or several")
             return f"the dataset keeps its own random generator ({path}) in worker processes, where it is not recorded"
-        recorded = [packed for packed in state.get("workers") or () if packed is not None]
-        in_workers = dict.fromkeys(path for packed in recorded for path in left_out_of(packed))
-        left_out = [*(state.get("carried", {}).get("left_out") or ()), *in_workers]
+        left_out = state.get("carried", {}).get("left_out")
         if left_out:
             return (
                 f"the dataset or its sampler has changed {', '.join(left_out[:3])}, which is too large or of a "

@@ -27,7 +27,6 @@ from ckpt_core.state.stateful import Forwarding, stay_stateful
 _UNTOUCHED = -1
 _LENGTH = struct.Struct("<Q")
 _TOO_LONG = (1 << 64) - 1
-_LEFT_OUT = "left out"
 
 
 class WorkerRngLog:
@@ -93,34 +92,14 @@ def pack_carried(carried: Carried, room: int | None = None) -> bytes:
 
 
 def pack_counts(counts: Mapping[str, Counts], room: int) -> bytes:
-    """Return the numbers that objects have changed as bytes, which say how many they are.
-
-    If there are more than ``room``, the largest are left out, and named.
-    """
+    """Return the numbers that objects have changed as bytes, which say how many they are; none if there are more."""
     numbers = {name: found for name, of in counts.items() if (found := of.numbers())}
-    packed = _packed(numbers) if numbers else b""
-    if len(packed) <= room:
-        return packed
-    places = [(len(_packed(value)), name, path) for name, of in numbers.items() for path, value in of.items()]
-    for _, name, path in sorted(places, reverse=True):
-        del numbers[name][path]
-        numbers.setdefault(_LEFT_OUT, {})[path] = None
-        packed = _packed(numbers)
-        if len(packed) <= room:
-            break
-    return packed if len(packed) <= room else b""
-
-
-def _packed(numbers: Any) -> bytes:
+    if not numbers:
+        return b""
     buffer = io.BytesIO()
     torch.save(numbers, buffer)
-    return _LENGTH.pack(buffer.tell()) + buffer.getvalue()
-
-
-def left_out_of(recorded: torch.Tensor) -> list[str]:
-    """Return which numbers a worker had no room for, of what it recorded."""
-    carried = recorded[PACKED_RNG_BYTES:].numpy().tobytes()
-    return list(unpack_carried(carried)[1].get(_LEFT_OUT, ()))
+    packed = _LENGTH.pack(buffer.tell()) + buffer.getvalue()
+    return packed if len(packed) <= room else b""
 
 
 def unpack_carried(packed: bytes) -> tuple[dict[str, Any], dict[str, Any]]:

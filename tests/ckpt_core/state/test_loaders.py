@@ -142,33 +142,6 @@ def test_workers_go_on_from_where_they_were(make: Any, start_method: str, done: 
     assert not isinstance(second.batch_sampler, RecordingSampler)
 
 
-class CountsALot(Counting):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn, self.seen = np.zeros(4000), np.zeros(3000)
-
-    def __getitem__(self, index: int) -> float:
-        self.drawn[index] += 1
-        self.seen[index] += 1
-        return super().__getitem__(index)
-
-
-def test_numbers_of_workers_are_kept_as_far_as_there_is_room_and_the_others_are_said() -> None:
-    tracker = LoaderTracker(first := DataLoader(CountsALot(), batch_size=2, num_workers=2))
-    tracker.begin_pass()
-    iterator = iter(first)
-    next(iterator)
-    state = tracker.capture(tracker.mark(), 1)
-    rest = list(iterator)
-    follower = LoaderTracker(second := DataLoader(CountsALot(), batch_size=2, num_workers=2))
-    assert "has changed drawn, which is too large" in str(follower.check({**state, "type": "DataLoader"}))
-    drop = follower.prepare(state)
-    found = list(second)[drop:]
-    follower.finish(state)
-    assert len(found) == len(rest) == 5
-    assert all(torch.equal(a, b) for a, b in zip(found, rest, strict=True))
-
-
 class ReadsOn(DataLoader[Any]):
     """Reads from one iterator in all epochs, as those do that keep their workers."""
 
