@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_core.directory import DirectoryCheckpoint, Part
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.kinds import Kind, capture_buffers, frozen_parameters, indexed, restore_buffers, saved_buffers
+from ckpt_core.state.kinds import Kind, buffers_of_rank, frozen_parameters, indexed, restore_buffers, saved_buffers
 from ckpt_core.tree import tensors
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
@@ -59,7 +59,7 @@ def tensor_sizes(parts: Sequence[Part]) -> Iterator[int]:
 
 def own_buffers(accelerator: Any) -> list[dict[str, torch.Tensor]]:
     """Return this rank's buffers of each model, such as BatchNorm's statistics."""
-    buffers_of = capture_buffers if is_sharded(accelerator) else saved_buffers
+    buffers_of = buffers_of_rank if is_sharded(accelerator) else saved_buffers
     return [buffers_of(model) for model in accelerator._models]
 
 

@@ -195,8 +195,8 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
     target = agreed.path
     if session.recording is not None:
         session.recording.lies_in(session.checkpointer.known_as(target), session.rank)
-    with contextlib.ExitStack() as undo, looks_without_waiting(session.config.overlap):
-        session.changes.name()
+    session.changes.name()
+    with contextlib.ExitStack() as undo:
         weights, files = None, None
         if session.accelerator._save_model_state_pre_hook:
             # The hooks come first, because they decide what is to be saved.
@@ -339,7 +339,7 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
 def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     """Return what this rank alone has; with the script's ``variables``, which takes long where each step does it."""
     accelerator = session.accelerator
-    with looks_without_waiting(not variables or session.config.overlap):
+    with looks_without_waiting(not variables):
         data = session.data.capture()
     state: dict[str, Any] = {
         "data": data,

@@ -66,7 +66,8 @@ def buffers_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _by_all_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     found = dict(named)
-    return {**found, **{_WRAPPERS.sub("", name).removeprefix("module."): value for name, value in found.items()}}
+    # a name that a buffer has itself counts more than one that another has without its wrappers
+    return {**{_WRAPPERS.sub("", name).removeprefix("module."): value for name, value in found.items()}, **found}
 
 
 def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -87,14 +88,19 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
 
 
-def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copy the buffers that a model's ``state_dict`` has to host memory, each once; of a distributed one, this piece.
+def buffers_of_rank(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a model's ``state_dict`` has, each once; of a distributed one, this rank's piece.
 
     They are read where they are, because some strategies collect a state on rank 0 alone.
     """
     unsaved = {id(part._buffers.get(name)) for part in model.modules() for name in part._non_persistent_buffers_set}
     own = {id(buffer): (name, buffer) for name, buffer in buffers_by_name(model).items() if id(buffer) not in unsaved}
-    return {name: _piece(buffer).detach().to("cpu", copy=True) for name, buffer in own.values()}
+    return {name: _piece(buffer).detach() for name, buffer in own.values()}
+
+
+def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copy :func:`buffers_of_rank` to host memory."""
+    return {name: buffer.to("cpu", copy=True) for name, buffer in buffers_of_rank(model).items()}
 
 
 def restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:

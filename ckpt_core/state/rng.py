@@ -219,17 +219,19 @@ def capture_generator(generator: Any) -> Any:
 def restore_generator(generator: Any, state: Any) -> None:
     """Set a generator to what :func:`capture_generator` returned."""
     if isinstance(generator, torch.Generator):
-        state, device = (state["torch"], state["device"]) if isinstance(state, dict) else (state, None)
+        saved: Any = state.get("torch") if isinstance(state, dict) else state
+        device = state.get("device") if isinstance(state, dict) else None
         # earlier versions have not saved where it was
-        is_other = state.numel() != generator.get_state().numel() if device is None else device != generator.device.type
-        if is_other:
+        is_there = device in (None, generator.device.type) and isinstance(saved, torch.Tensor)
+        if not is_there or saved.numel() != generator.get_state().numel():
             warnings.warn(
-                f"this resume is not exact: a random generator of the script is on {generator.device.type} now, and "
-                "the one that was saved was on another kind of device. It keeps the seed that the script gives it",
+                f"this resume is not exact: a random generator of the script is torch's, on {generator.device.type} "
+                "now, and the one that was saved was on another kind of device, or another library's. It keeps the "
+                "seed that the script gives it",
                 stacklevel=2,
             )
             return
-        generator.set_state(state.cpu())
+        generator.set_state(saved.cpu())
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _decode_any(state)
     elif isinstance(generator, np.random.BitGenerator):

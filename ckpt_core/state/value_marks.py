@@ -170,7 +170,7 @@ class Look:
             yield path, STAYS, _state_of(value), owner
         elif isinstance(value, torch.nn.Parameter):
             if id(value) not in self._parameters:
-                yield path, STAYS, value.detach(), owner
+                yield path, STAYS, value, owner
         elif isinstance(value, contextvars.ContextVar):
             kept = value.get(None)
             yield path, STAYS, kept if is_plain(kept) else None, owner

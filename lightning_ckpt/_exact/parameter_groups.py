@@ -75,13 +75,20 @@ def restore_groups(trainer: Any, saved: Groups | None, states: Sequence[Mapping[
         now = [group["params"] for group in optimizer.param_groups]
         if found is None or len(found) != len(settings):
             continue
-        if [[*map(id, of)] for of in found] != [[*map(id, of)] for of in now]:
-            optimizer.param_groups[:] = [{**one, "params": of} for one, of in zip(settings, found, strict=True)]
-            _given_back.add(optimizer)
+        members, wanted = ([[*map(id, of)] for of in groups] for groups in (now, found))
+        if members == wanted:
+            continue
+        _given_back.add(optimizer)
+        made = [{**one, "params": of} for one, of in zip(settings, found, strict=True)]
+        if members == wanted[: len(members)]:
+            for group in made[len(members) :]:
+                optimizer.add_param_group(group)  # which some optimizers override
+        else:
+            optimizer.param_groups[:] = made
 
 
 def _parameters(trainer: Any, groups: list[list[str]]) -> list[list[torch.nn.Parameter]] | None:
     parameters = dict(trainer.lightning_module.named_parameters())
-    with contextlib.suppress(KeyError):  # of another model, which is told by who loads it
+    with contextlib.suppress(KeyError):  # of another model: the loader reports it
         return [[parameters[name] for name in group] for group in groups]
     return None

@@ -428,7 +428,7 @@ class ExactState(Live):
         mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
         if not mine:
             return
-        mine["per_rank"] = {**mine["per_rank"], "buffers": self._own_buffers()}
+        mine["per_rank"] = {**mine["per_rank"], "buffers": self._own_buffers(mine["per_rank"]["gradients"])}
         if is_routed(self._trainer.strategy):
             checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
         counters = self._post_local_sgd.counters()
@@ -446,13 +446,15 @@ class ExactState(Live):
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
 
-    def _own_buffers(self) -> dict[str, torch.Tensor]:
+    def _own_buffers(self, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the buffers of a rank that has others than rank 0, such as BatchNorm's statistics without DDP.
 
-        DDP gives all ranks those of rank 0 before a forward pass, but not after one in an open accumulation window.
+        DDP gives all ranks those of rank 0 before a forward pass, but not after one in an open accumulation window,
+        which has left ``gradients``; nor after a validation, whose first pass has done so.
         """
         model, module = self._trainer.strategy.model, self._trainer.lightning_module
-        takes = getattr(model, "broadcast_buffers", False) and model.require_forward_param_sync
+        is_synchronized = not gradients or getattr(model, "require_forward_param_sync", False)
+        takes = getattr(model, "broadcast_buffers", False) and is_synchronized
         return {} if self._trainer.is_global_zero or takes else capture_buffers(module)
 
     @functools.cached_property

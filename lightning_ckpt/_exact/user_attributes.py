@@ -196,7 +196,9 @@ class UsersObjects(Live):
                 values = self._plain[name].values()
                 found_lost = [(type(owner), path, values.get(path)) for path in lost]
                 anew = dict(zip(lost, are_set_in(found_lost, _VALIDATION_BEGINS), strict=True))
-                once = are_made_once(found_lost)  # what a resume makes of another value is told then
+                once = are_made_once(found_lost)  # a resume warns if it makes another value, where it looks for that
+                if self._trainer.strategy.restore_checkpoint_after_setup:
+                    once = [False] * len(found_lost)
                 stay = zip(lost, (k and not o for k, o in zip(are_kept(found_lost), once, strict=True)), strict=True)
                 named = [path for path, stays in stay if stays or (ends and path in new and not anew[path])]
                 self._looked_at.update((name, path, True) for path in named)

@@ -176,6 +176,13 @@ def test_a_generator_that_training_made_on_a_device_is_made_there_again(accelera
 def test_a_generator_that_is_on_another_kind_of_device_now_is_named_and_left_alone(accelerator: Accelerator) -> None:
     state = capture_generator(torch.Generator(accelerator.type).manual_seed(3))
     now = torch.Generator().manual_seed(5)
-    with pytest.warns(UserWarning, match="a random generator of the script is on cpu now"):
+    with pytest.warns(UserWarning, match="a random generator of the script is torch's, on cpu now"):
         restore_generator(now, state)
+    assert torch.rand(3, generator=now).tolist() == torch.rand(3, generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def test_a_generator_of_another_library_is_named_and_left_alone() -> None:
+    now = torch.Generator().manual_seed(5)
+    with pytest.warns(UserWarning, match="or another library's"):
+        restore_generator(now, capture_generator(np.random.default_rng(3)))
     assert torch.rand(3, generator=now).tolist() == torch.rand(3, generator=torch.Generator().manual_seed(5)).tolist()
