@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, SumMetric
 
 from lightning_ckpt._exact.modes import Modes
+from lightning_ckpt._exact.parameter_groups import restore_groups
 from tests.lightning_ckpt.captured import BATCHES, END, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import Model, Thaws
 from tests.support.data_sets import Samples
@@ -264,6 +266,25 @@ def test_modes_are_as_they_were_after_an_epoch(name: str, tmp_path: Path) -> Non
     expected, found, said = train_and_resume(TRAININGS[name], tmp_path, END)
     assert not said
     assert found == expected
+
+
+def test_an_optimizer_that_follows_its_groups_is_told_of_those_that_a_resume_adds() -> None:
+    class Follows(torch.optim.SGD):
+        def add_param_group(self, group: Any) -> None:
+            self.rates = [*getattr(self, "rates", []), group["lr"] if "lr" in group else self.defaults["lr"]]
+            super().add_param_group(group)
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+    optimizer = Follows(module[0].parameters(), lr=0.1)
+    trainer = SimpleNamespace(
+        optimizers=[optimizer],
+        lightning_module=module,
+        strategy=SimpleNamespace(restore_checkpoint_after_setup=False),
+    )
+    states = [{"param_groups": [{"lr": 0.1}, {"lr": 0.5}]}]
+    restore_groups(trainer, [[["0.weight"], ["1.weight"]]], states)
+    assert [group["params"] for group in optimizer.param_groups] == [[module[0].weight], [module[1].weight]]
+    assert optimizer.rates == [0.1, 0.5]
 
 
 @pytest.mark.parametrize("batch", [1, 5, BATCHES])

@@ -8,10 +8,13 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_ckpt._exact.state import ExactState
 from tests.support.fork_server import LIGHTNING, ForkServers
 from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
@@ -131,3 +134,18 @@ def test_killed_run_goes_on(
     for rank in range(case.ranks):
         assert found[rank]["warnings"] == []
         assert found[rank]["whole"] == expected[rank]["after_save"], f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "takes", "is_saved"), [({}, False, False), ({"w": 1}, False, True), ({"w": 1}, True, False)]
+)
+def test_a_rank_of_ddp_saves_its_buffers_only_where_they_may_be_others(
+    gradients: Any, takes: bool, is_saved: bool
+) -> None:
+    # torch says after a validation, too, that the next pass does not take over those of rank 0
+    model = SimpleNamespace(broadcast_buffers=True, require_forward_param_sync=takes)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(model=model), lightning_module=torch.nn.BatchNorm1d(2), is_global_zero=False
+    )
+    found = ExactState._own_buffers(SimpleNamespace(_trainer=trainer), gradients)  # type: ignore[arg-type]
+    assert ("running_mean" in found) == is_saved
