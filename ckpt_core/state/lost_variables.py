@@ -175,7 +175,7 @@ class Variables:
         self._known: Known | None = None
 
     @property
-    def told_later(self) -> Collection[str]:
+    def compared_later(self) -> Collection[str]:
         """The names of what is lost, but may be made as it was: that will show."""
         return self._made_once
 

@@ -82,9 +82,9 @@ class ScriptVariables:
         self._variables.resume(saved)
 
     @property
-    def told_later(self) -> Collection[str]:
+    def compared_later(self) -> Collection[str]:
         """The names of what is lost, but may be made as it was: that will show."""
-        return self._variables.told_later
+        return self._variables.compared_later
 
     def lost(self) -> list[str]:
         """Return which variables training continues without."""

@@ -818,7 +818,7 @@ class ExactState(Live):
 
     def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> bool:
         ends = shared.get("variables", {}).get("ends", True)
-        lost, later = self._variables.lost(), self._variables.told_later
+        lost, later = self._variables.lost(), self._variables.compared_later
         problem = self._users.differences(shared.get("changed", {}), before, steps_make_anew=not ends, but=later)
         causes = [problem, lost_in_words(lost, but=problem or "")]
         if any(causes):
