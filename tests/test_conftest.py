@@ -115,7 +115,9 @@ def test_a_script_that_dies_before_it_begins_is_not_waited_for(fork_servers: For
     started = fork_servers(CORE).start(tmp_path / "script.py", tmp_path / "no such folder" / "log", {})
     assert started.stdout.read() == ""
     with pytest.raises(BrokenPipeError):
-        print("for nobody", file=started.stdin, flush=True)
+        while True:  # until the server has closed what it has of it
+            print("for nobody", file=started.stdin, flush=True)
+            time.sleep(0.01)
     started.end()
 
 

@@ -179,7 +179,8 @@ class Pipeline:
         with self._inside():
             if in_foreground:
                 return self._save_now(save, started)
-            return self._save_later(save, started, waited)
+            with _garbage_later():
+                return self._save_later(save, started, waited)
 
     def _save_now(self, save: Save, started: float) -> int:
         self._failed.add(save.path)
@@ -260,11 +261,8 @@ class Pipeline:
             return threading.get_ident() == thread and not snapshot.is_sealed
 
         runs = False
-        collects = gc.isenabled()
         try:
             self._take(place)
-            # A save makes some objects for each tensor, and lets go of them: to look for garbage meanwhile would find
-            # none of them, and may take 200 ms.
             gc.disable()
             runs = snapshot.may_pass = self._submit(
                 save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
@@ -283,8 +281,6 @@ class Pipeline:
                 self.queue.wait(save.path)  # until nothing is left of it
             raise
         finally:
-            if collects:
-                gc.enable()
             if not runs:
                 do_through(self.queue.run_queued)
         if snapshot.not_copied is not None:
@@ -464,3 +460,18 @@ class Pipeline:
             return
         logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
+
+
+@contextlib.contextmanager
+def _garbage_later() -> Iterator[None]:
+    """Let the collector of garbage, which is stopped meanwhile, work on if it did before.
+
+    A save makes some objects for each tensor, and lets go of them: to look for garbage finds none of them, and may take
+    200 ms.
+    """
+    collects = gc.isenabled()
+    try:
+        yield
+    finally:
+        if collects:
+            do_through(gc.enable)

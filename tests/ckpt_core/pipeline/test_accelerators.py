@@ -320,7 +320,10 @@ def test_device_memory_is_not_held_while_the_checkpoint_is_written(
             checkpointer.save(state if layout == "file" else [Part("model", state, kind)], tmp_path / "saved")
             del state
             gc.collect()
-            assert accelerator.module.live_bytes() - before == 0
+            deadline = time.monotonic() + 60  # the device's thread lets go of what it has gathered a moment later
+            while accelerator.module.live_bytes() > before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert accelerator.module.live_bytes() == before
         finally:
             storage.may_begin.set()
         checkpointer.wait()
