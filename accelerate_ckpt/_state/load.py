@@ -26,7 +26,6 @@ from accelerate_ckpt._state.parts import (
     is_sharded,
     load_model,
     read_sharded,
-    restore_own_buffers,
 )
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run, point_of
 from accelerate_ckpt._state.session import Session
@@ -45,7 +44,7 @@ from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
-from ckpt_core.state.kinds import indexed
+from ckpt_core.state.kinds import indexed, restore_buffers
 from ckpt_core.state.optimizer_types import restore_types, states_in_order
 
 log = logging.getLogger(__name__)
@@ -333,8 +332,8 @@ class _Ours:
         accelerator = session.accelerator
         self._load_models()
         if session.world_size == self._saved_world_size:
-            if own["buffers"]:
-                restore_own_buffers(accelerator, own["buffers"])
+            for model, buffers in zip(accelerator._models, own["buffers"], strict=False):
+                restore_buffers(model, buffers)
             for wrapped, takes in zip(session.distributed_models(), own["takes_buffers"], strict=False):
                 wrapped.require_forward_param_sync = takes
         for name, owner in _states_to_read(accelerator).items():

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_core.directory import DirectoryCheckpoint, Part
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.kinds import Kind, buffers_of_rank, frozen_parameters, indexed, restore_buffers, saved_buffers
+from ckpt_core.state.kinds import Kind, buffers_of_rank, frozen_parameters, indexed, saved_buffers
 from ckpt_core.tree import tensors
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
@@ -61,12 +61,6 @@ def own_buffers(accelerator: Any) -> list[dict[str, torch.Tensor]]:
     """Return this rank's buffers of each model, such as BatchNorm's statistics."""
     buffers_of = buffers_of_rank if is_sharded(accelerator) else saved_buffers
     return [buffers_of(model) for model in accelerator._models]
-
-
-def restore_own_buffers(accelerator: Any, saved: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Put this rank's buffers back, where the models still have them."""
-    for model, buffers in zip(accelerator._models, saved, strict=False):
-        restore_buffers(model, buffers)
 
 
 def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key: str) -> None:

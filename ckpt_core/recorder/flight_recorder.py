@@ -245,8 +245,8 @@ class FlightRecorder:
             self._say_equal()
 
     def _note_noise(self, record: Record, other: Record) -> None:
-        if record.loss is not None and other.loss is not None and record.loss != other.loss == other.loss:
-            self._noise = max(self._noise, abs(record.loss - other.loss))
+        if record.loss is not None and other.loss is not None:
+            self._noise = max(self._noise, abs(record.loss - other.loss))  # NaN is not the larger one
 
     def _say_equal(self) -> None:
         if not self._equal:

@@ -43,6 +43,8 @@ _SCALARS = (bool, int, str, type(None))
 # of tensors of devices, by how much of them is read: which change was read last (None: nobody counts), its digest
 _read_before: MutableMapping[torch.Tensor, dict[int | None, tuple[int | None, str]]] = WeakTensorKeyDictionary()
 _waits = contextvars.ContextVar("waits", default=True)
+#: The fingerprint of what has changed on a device that may not be waited for.
+UNREAD = "unread"
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -54,13 +56,15 @@ def fingerprint(value: Any, most: int | None = None) -> str:
     """
     try:
         return digest_of_parts(_parts(value, most))
+    except _Unread:
+        return UNREAD
     except Exception:  # noqa: BLE001 - of a user's class, whatever its repr raises: a save must not end by a look
         return digest_of_parts([f"{type(value).__qualname__}, unreadable".encode()])
 
 
 @contextlib.contextmanager
 def looks_without_waiting(condition: bool = True) -> Iterator[None]:
-    """Let fingerprints wait for no device: of what has changed since the last that did, they are those of nothing.
+    """Let fingerprints wait for no device: that of what has changed since the last one that did is :data:`UNREAD`.
 
     Does nothing if the ``condition`` is false. They see no change that torch does not count, such as one by the replay
     of a CUDA graph.
@@ -79,7 +83,9 @@ def _parts(value: Any, most: int | None) -> Iterator[bytes]:
         _read(on_devices, most)
     for tensor, _ in on_devices:
         version, found = _read_before.get(tensor, {}).get(most, (-1, ""))
-        yield (found if version in (_version(tensor), None) else f"{_version(tensor)} changes").encode()
+        if version not in (_version(tensor), None):
+            raise _Unread
+        yield found.encode()
 
 
 def _read(tensors: list[tuple[torch.Tensor, torch.Tensor]], most: int | None) -> None:
@@ -184,6 +190,10 @@ def _is_data(value: Any, depth: int = 4) -> bool:
 
 def _is_no_state(path: str, *words: str) -> bool:
     return any(word in path.lower() for word in (*_NO_STATE, *words))
+
+
+class _Unread(Exception):  # noqa: N818 - as below
+    """It has changed on a device, and nobody waits for that."""
 
 
 class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong

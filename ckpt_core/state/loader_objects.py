@@ -52,7 +52,7 @@ class Carried:
         """Set the generators that are there, and make those that an object makes when it first draws."""
         for path, generator in self._generators.items():
             if path in states:
-                restore_generator(generator, states[path])
+                restore_generator(generator, states[path], path)
         missing = [path for path in states if path not in self._generators]
         for name, owner in self._owners.items() if missing else ():
             prefix = f"{name}:" if name else ""

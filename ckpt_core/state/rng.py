@@ -216,8 +216,8 @@ def capture_generator(generator: Any) -> Any:
     return [int(version), _bytes_to_tensor(struct.pack(f"<{len(words)}I", *words)), gauss]
 
 
-def restore_generator(generator: Any, state: Any) -> None:
-    """Set a generator to what :func:`capture_generator` returned."""
+def restore_generator(generator: Any, state: Any, path: str = "") -> None:
+    """Set a generator to what :func:`capture_generator` returned; ``path`` is where its owner has it."""
     if isinstance(generator, torch.Generator):
         saved: Any = state.get("torch") if isinstance(state, dict) else state
         device = state.get("device") if isinstance(state, dict) else None
@@ -225,9 +225,10 @@ def restore_generator(generator: Any, state: Any) -> None:
         is_there = device in (None, generator.device.type) and isinstance(saved, torch.Tensor)
         if not is_there or saved.numel() != generator.get_state().numel():
             warnings.warn(
-                f"this resume is not exact: a random generator of the script is torch's, on {generator.device.type} "
-                "now, and the one that was saved was on another kind of device, or another library's. It keeps the "
-                "seed that the script gives it",
+                f"this resume is not exact: the random generator {path or 'of the script'} is torch's, on "
+                f"{generator.device.type} now, and the one that was saved was on another kind of device, or another "
+                "library's. It keeps the seed that the script gives it: resume on the same kind of device, or draw on "
+                "the host",
                 stacklevel=2,
             )
             return
@@ -268,5 +269,5 @@ def restore_generators(owner: object, states: Mapping[str, Any]) -> list[str]:
     for path, generator in find_generators(owner):
         if path in states:
             missing.discard(path)
-            restore_generator(generator, states[path])
+            restore_generator(generator, states[path], path)
     return sorted(missing)

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from ckpt_core.state.changed_values import PlainState, fingerprint, is_record, small
+from ckpt_core.state.changed_values import UNREAD, PlainState, fingerprint, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, are_made_once, are_set_back, are_set_in, in_words
@@ -208,7 +208,8 @@ class UsersObjects(Live):
         for name, digests in changed.items():
             hooks = self._by_hooks.get(name, {})
             mine = {path: digest for path, digest in digests.items() if hooks.get(path) == digest}
-            left[name] = {**self._plain[name].without_records(digests), **mine}
+            all_of_it = {**self._plain[name].without_records(digests), **mine}
+            left[name] = {path: digest for path, digest in all_of_it.items() if digest != UNREAD}
         return left, made_by_steps
 
     def data(self) -> Digests:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.accelerate_ckpt.test_save_state_fsdp import NAMES
 from tests.accelerate_ckpt.test_save_state_fsdp import PREPARED as FSDP
 from tests.support.accelerate_ranks import RankResult, Ranks
 from tests.support.server_fixtures import server_of, servers
@@ -240,8 +241,7 @@ def test_on_a_store_ranks_that_see_no_common_files_say_so(
 
 
 def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"version": 2, "accumulation": 1, "seed": 0, "alone": False, "normed": False}
-    names["saved"] = str(tmp_path)
+    names = {**NAMES, "seed": 0, "saved": str(tmp_path)}
     zero, one = (result.told["texts"] for result in ranks.run(FSDP + LISTENS + REFUSED, 2, **names))
     assert one == []
     (text,) = zero

@@ -69,15 +69,13 @@ PREPARED = """
 """
 
 
+#: What the script is given, but for where it saves and its seed.
+NAMES: dict[str, Any] = {"version": 2, "accumulation": 1, "normed": False, "alone": False}
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, version: int) -> None:
-    names: dict[str, Any] = {
-        "version": version,
-        "accumulation": 1,
-        "normed": False,
-        "alone": False,
-        "saved": str(tmp_path / "saved"),
-    }
+    names = {**NAMES, "saved": str(tmp_path / "saved"), "version": version}
     ending = "    tell(losses=losses, lr=scheduler.get_last_lr())\n    accelerator.end_training()\n"
     whole = ranks.run(PREPARED + "    train(11, save_after=6)\n" + ending, 2, seed=0, **names)
     resumed = ranks.run(PREPARED + "    accelerator.load_state(saved)\n    train(5)\n" + ending, 2, seed=1, **names)
@@ -91,13 +89,7 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_each_rank_has_its_own_statistics_again(ranks: Ranks, tmp_path: Path, version: int) -> None:
-    names: dict[str, Any] = {
-        "version": version,
-        "accumulation": 1,
-        "normed": False,
-        "alone": False,
-        "saved": str(tmp_path / "saved"),
-    }
+    names = {**NAMES, "saved": str(tmp_path / "saved"), "version": version}
     telling = (
         "    tell(means=[mean.tolist() for name, mean in model.named_buffers() if name.endswith('running_mean')])\n"
     )
@@ -114,34 +106,20 @@ def test_each_rank_has_its_own_statistics_again(ranks: Ranks, tmp_path: Path, ve
 
 
 def test_another_number_of_ranks_loads_the_same_state(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {
-        "version": 2,
-        "accumulation": 1,
-        "normed": False,
-        "alone": False,
-        "saved": str(tmp_path / "saved"),
-    }
+    names = {**NAMES, "saved": str(tmp_path / "saved")}
     saving = "    train(6, save_after=6)\n    tell(whole=whole())\n    accelerator.end_training()\n"
     loading = (
         "    accelerator.load_state(saved)\n    tell(whole=whole())\n    train(2)\n    accelerator.end_training()\n"
     )
     saved = ranks.run(PREPARED + saving, 2, seed=0, **names)
     for world_size in (1, 3):
-        loaded = ranks.run(
-            PREPARED + loading, world_size, seed=1, **{**names, "normed": False, "alone": world_size == 1}
-        )
+        loaded = ranks.run(PREPARED + loading, world_size, seed=1, **{**names, "alone": world_size == 1})
         assert [result.error for result in loaded] == [None] * world_size
         assert loaded[0].told["whole"] == saved[0].told["whole"]
 
 
 def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {
-        "version": 2,
-        "accumulation": 1,
-        "normed": False,
-        "alone": False,
-        "saved": str(tmp_path / "saved"),
-    }
+    names = {**NAMES, "saved": str(tmp_path / "saved")}
     stock = "    train(3)\n    Accelerator.save_state.__wrapped__(accelerator, saved)\n    tell(whole=whole())\n"
     saved = ranks.run(PREPARED + stock, 2, seed=0, **names)
     loaded, by_stock = (
@@ -158,7 +136,7 @@ def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path
 @pytest.mark.parametrize("where", ["metadata", "object"])
 def test_no_code_runs_from_a_checkpoint_of_stock_accelerate(ranks: Ranks, tmp_path: Path, where: str) -> None:
     marker, saved = tmp_path / "marker", tmp_path / "saved"
-    names: dict[str, Any] = {"version": 2, "accumulation": 1, "normed": False, "alone": True, "saved": str(saved)}
+    names = {**NAMES, "alone": True, "saved": str(saved)}
     ranks.run(
         PREPARED + "    train(3)\n    Accelerator.save_state.__wrapped__(accelerator, saved)\n", 1, seed=0, **names
     )
@@ -176,13 +154,7 @@ def test_no_code_runs_from_a_checkpoint_of_stock_accelerate(ranks: Ranks, tmp_pa
 
 
 def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {
-        "version": 2,
-        "accumulation": 4,
-        "normed": False,
-        "alone": False,
-        "saved": str(tmp_path / "saved"),
-    }
+    names = {**NAMES, "saved": str(tmp_path / "saved"), "accumulation": 4}
     saving = "    train(8, save_after=2)\n    tell(losses=losses)\n    accelerator.end_training()\n"
     loading = (
         "    accelerator.load_state(saved)\n    train(4)\n    tell(losses=losses)\n    accelerator.end_training()\n"
@@ -195,13 +167,7 @@ def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) 
 
 
 def test_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    names: dict[str, Any] = {
-        "version": 2,
-        "accumulation": 1,
-        "normed": False,
-        "alone": False,
-        "saved": str(tmp_path / "saved"),
-    }
+    names = {**NAMES, "saved": str(tmp_path / "saved")}
     ranks.run(PREPARED + "    train(2, save_after=2)\n    accelerator.end_training()\n", 2, seed=0, **names)
     other = PREPARED.replace(
         "nn.Linear(16, 63), nn.Dropout(0.2), *norm, nn.Linear(63, 1)", "nn.Linear(16, 62), nn.Linear(62, 1)"

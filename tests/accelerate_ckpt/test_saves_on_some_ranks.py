@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core import DirectoryCheckpointer
+from tests.accelerate_ckpt.test_save_state_fsdp import NAMES
 from tests.accelerate_ckpt.test_save_state_fsdp import PREPARED as FSDP
 from tests.support.accelerate_ranks import Ranks
 
@@ -146,8 +147,7 @@ def test_fsdp_on_one_rank_alone_is_an_error_at_once(ranks: Ranks, tmp_path: Path
             tell(error=type(error).__name__, message=str(error))
     train(1)
     """
-    names = {"version": 2, "accumulation": 1, "seed": 0, "alone": False, "normed": False}
-    results = ranks.run(FSDP + alone, 2, saved=str(tmp_path / "saved"), **names)
+    results = ranks.run(FSDP + alone, 2, seed=0, saved=str(tmp_path / "saved"), **NAMES)
     assert results[0].told["error"] == "RankFailedError", results
     assert "called on rank 0, and not on rank 1, which continued without it" in results[0].told["message"]
     assert list(tmp_path.iterdir()) == []

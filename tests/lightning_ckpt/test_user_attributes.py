@@ -31,10 +31,12 @@ from lightning.pytorch.callbacks import (
 )
 from torch.utils.data import DataLoader
 
+from ckpt_core.state.changed_values import looks_without_waiting
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._exact.user_attributes import UsersObjects
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Thaws
+from tests.support.accelerators import SIMULATED, SimulatedAccelerator
 from tests.support.data_sets import Samples
 
 pytestmark = [
@@ -496,6 +498,24 @@ def test_a_number_of_an_earlier_release_that_is_a_buffer_now_is_left_alone(tmp_p
     users.after_hooks()
     assert "scale" not in vars(model)
     assert float(model.scale) == 1
+
+
+@pytest.mark.parametrize("accelerator", [SIMULATED], indirect=True)
+def test_what_a_look_could_not_wait_for_is_not_said_to_differ(
+    tmp_path: Path, accelerator: SimulatedAccelerator
+) -> None:
+    model, trainer = Model(), pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
+    model.hidden, model.number = torch.zeros(2, device=accelerator.type), 1
+    trainer.strategy.connect(model)
+    users = UsersObjects(trainer)
+    users.training_starts()
+    model.hidden += 1
+    model.number = 2.5
+    with looks_without_waiting():
+        changed, _ = users.capture(looks=False, names=False)
+    assert users.differences(changed) is None
+    model.number = 3.5
+    assert "training had changed Model.number, " in (users.differences(changed) or "")
 
 
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])

@@ -207,7 +207,7 @@ class RankFiles:
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order.
 
-        A device needs as much memory as a piece of what is not copied as it lies there.
+        Of what a device has to gather first, pieces have ``nbytes``: it needs as much memory for one.
         """
         for base, file in zip(self._bases, self._files, strict=True):
             for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):

@@ -252,12 +252,8 @@ class StateLayout:
         """The bytes of the storages, each storage once."""
         return self._table.memories(0, len(self._region.records))
 
-    def pieces_in(
-        self,
-        buffer: StagingBuffer,
-        nbytes: int,
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order."""
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order: whole storages."""
         for record, source in zip(self._region.records, self.sources, strict=True):
             at, size = record.offset, record.size
             if size:

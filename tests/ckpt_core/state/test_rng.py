@@ -176,8 +176,8 @@ def test_a_generator_that_training_made_on_a_device_is_made_there_again(accelera
 def test_a_generator_that_is_on_another_kind_of_device_now_is_named_and_left_alone(accelerator: Accelerator) -> None:
     state = capture_generator(torch.Generator(accelerator.type).manual_seed(3))
     now = torch.Generator().manual_seed(5)
-    with pytest.warns(UserWarning, match="a random generator of the script is torch's, on cpu now"):
-        restore_generator(now, state)
+    with pytest.warns(UserWarning, match="the random generator noise is torch's, on cpu now"):
+        restore_generator(now, state, "noise")
     assert torch.rand(3, generator=now).tolist() == torch.rand(3, generator=torch.Generator().manual_seed(5)).tolist()
 
 
