@@ -56,6 +56,7 @@ class Timing:
     stall: float
     durable: float
     least: float  # the stall of the fastest repetition, as a limit's
+    least_durable: float
 
 
 class FreshPaths:
@@ -184,9 +185,10 @@ def lightning_async(state: dict[str, Any], path: Path) -> Contender:
     return Contender(save=save, finish=finish, prepare=fresh.prepare)
 
 
+COPY, WRITE = "limit: one copy into a reused buffer", "limit: raw direct write"
 CONTENDERS: dict[str, Make] = {
-    "limit: one copy into a reused buffer": one_copy,
-    "limit: raw direct write": raw_direct_write,
+    COPY: one_copy,
+    WRITE: raw_direct_write,
     "lightning_ckpt.SyncCheckpointIO": ours_sync,
     "lightning_ckpt.AsyncCheckpointIO": ours_async,
     "Lightning TorchCheckpointIO + fsync": lightning_sync,
@@ -229,9 +231,21 @@ def measure(
     for contender in contenders.values():
         contender.close()
     return {
-        name: Timing(first[name], figure_of(name, stalls), figure_of(name, durables), min(stalls))
+        name: Timing(first[name], figure_of(name, stalls), figure_of(name, durables), min(stalls), min(durables))
         for name, (stalls, durables) in ((name, tuple(zip(*times, strict=True))) for name, times in found.items())
     }
+
+
+def print_beaten_limits(timings: dict[str, Timing]) -> None:
+    """Say which contenders a limit did not bound: the machine's speed has changed between the two."""
+    for limit, figure in ((COPY, "least"), (WRITE, "least_durable")):
+        least = {name: getattr(timing, figure) for name, timing in timings.items()}
+        beaten = [name for name, seconds in least.items() if seconds < least[limit] and not is_limit(name)]
+        if beaten:
+            print(
+                f"\n{' and '.join(beaten)} once took less than the {limit}: the machine's speed has changed in this "
+                "run, and ratios to that limit say nothing; run it again, with more --repeats"
+            )
 
 
 def peak_extra_memory(state: dict[str, Any], directory: Path, make: Make, *, saves: int) -> float:
