@@ -87,8 +87,11 @@ def _transfer_all(options: Options) -> int:
     infos, is_many = _sources(options, failures)
     given = local_path(options.target)
     into = is_many or given.endswith("/") or _is_plain_directory(given, options.target_storage_options)
-    for info in infos if removes else []:
-        _refuse_what_stays(info.path, info.is_directory)
+    _refuse_inside_checkpoint(given if into else os.path.dirname(given), options.target_storage_options)
+    if removes:
+        infos.sort(key=lambda info: not os.path.islink(info.path))  # links before what they lead to
+        for info in infos:
+            _refuse_what_stays(info.path, info.is_directory)
     done: list[dict[str, Any]] = []
     with progress(options, options.verb, _MOVED * sum(info.size for info in infos)):
         for info in infos:
@@ -207,6 +210,7 @@ def _plan(options: Options) -> tuple[list[_Step], list[_Step]]:
         raise StorageError(
             "something is already there: a file, not a directory", path=target, remedy="give another target"
         )
+    _refuse_inside_checkpoint(target, options.target_storage_options)
     if options.recursive and real[1].startswith(f"{real[0]}/"):
         raise CheckpointError(
             "the target is in the source, and would be copied into itself", path=target, remedy="give another target"
@@ -348,6 +352,21 @@ def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bo
         and os.path.isdir(path)
         and not is_directory_checkpoint(storage_for(path, storage_options), path)
     )
+
+
+def _refuse_inside_checkpoint(directory: str, storage_options: dict[str, Any] | None) -> None:
+    """Refuse to write into a checkpoint: whoever deletes it, such as ``mv`` or retention, deletes all that is in it."""
+    path = full_path(directory).rstrip("/")
+    path = path if is_remote(path) else os.path.realpath(path)
+    storage = storage_for(path, storage_options)
+    while path.rstrip("/"):
+        if is_directory_checkpoint(storage, path):
+            raise StorageError(
+                "the target is inside a checkpoint, and would be deleted with it",
+                path=path,
+                remedy="name a directory of checkpoints as the target",
+            )
+        path = "" if is_remote(path) else os.path.dirname(path)
 
 
 def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: bool) -> bool:

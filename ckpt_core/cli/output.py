@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ckpt_core.errors import UnsafeCheckpointError
+
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "dim": 2}
 
@@ -69,6 +71,8 @@ def print_json_error(error: Exception | str, code: int) -> None:
 
 def fail(options: argparse.Namespace, error: Exception | str, code: int, *, said_by: str = "ckpt") -> int:
     """Say why a command does nothing, with ``--json`` as its document, too, and return its exit code."""
+    if isinstance(error, UnsafeCheckpointError):  # what it says of weights_only is for programs
+        error.remedy = "if you trust its author, ckpt convert and diff take --allow-pickle: it can run arbitrary code"
     complain(error, said_by)
     if options.json:
         print_json_error(error, code)

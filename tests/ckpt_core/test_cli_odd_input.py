@@ -255,6 +255,44 @@ def test_no_checkpoint_is_converted_into_itself(home: Path, capfd: Capture) -> N
     assert contents(home) == before
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mv run run/c",  # c would be moved into itself and deleted, and all others with it
+        "mv run run/c/new",
+        "mv run link/c",
+        "mv run/a.ckpt run/b.ckpt run/c",  # run/*: the target is forgotten
+        "mv run/a.ckpt run/c/",
+        "cp run/a.ckpt run/c/a.ckpt --force",
+        "sync run run/c",
+        "sync run run/c/new --delete --yes",
+    ],
+)
+def test_nothing_is_written_into_a_checkpoint(words: str, home: Path, capfd: Capture) -> None:
+    before = contents(home)
+    assert main(words.split()) == 1
+    assert "the target is inside a checkpoint" in capfd.readouterr().err
+    assert contents(home) == before
+
+
+def test_links_are_moved_before_what_they_lead_to(home: Path, capfd: Capture) -> None:
+    for name, to in {"last.ckpt": "b.ckpt", "last": "c"}.items():
+        (home / "run" / name).symlink_to(to)
+    assert main(["mv", "run", "new"]) == 0
+    assert "deleted meanwhile" not in capfd.readouterr().err
+    assert sorted(os.listdir("new")) == ["a.ckpt", "b.ckpt", "c", "last", "last.ckpt"]
+    assert not os.listdir("run")
+    assert main(["verify", "new"]) == 0
+
+
+@pytest.mark.parametrize("words", ["convert module.pt new --to file", "diff module.pt module.pt"])
+def test_what_may_run_code_names_the_option_that_allows_it(words: str, home: Path, capfd: Capture) -> None:
+    torch.save(torch.nn.Linear(2, 2), home / "module.pt")
+    assert main(words.split()) in (1, 2)
+    assert "take --allow-pickle" in capfd.readouterr().err
+    assert main([*words.split(), "--allow-pickle"]) == 0
+
+
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
     ("words", "said"),
