@@ -1,7 +1,9 @@
-# `make` alone lists the targets. PYTHON chooses the interpreter of the environment, ARGS goes to the tool that runs.
+# `make` alone lists the targets. PYTHON chooses the interpreter of the environment, ARGS goes to the tool that runs,
+# MARKS says which tests `make test` runs.
 
 PYTHON ?= python3
 ARGS ?=
+MARKS ?= not slow and not extended
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -12,10 +14,11 @@ help:
 	@echo "make venv        set up .venv with the pinned versions (the others do it when it is missing or out of date)"
 	@echo "make demo        train, kill and resume a small GPT; the picture and the page go to demo_output/"
 	@echo "make check       format, style, types and the tests that start no process: two minutes"
-	@echo "make test        all tests but the slow ones; ARGS='-k name' picks some"
+	@echo "make test        each behaviour once: 15 minutes; ARGS='-k name' picks some"
+	@echo "make test MARKS='not slow'  all tests but the slow ones, as CI runs them: 20 minutes"
 	@echo "make test-all    all tests, after installing servers and trackers that they need (root, Debian's packages, npm)"
 	@echo "make test-wheel  build the wheel, install it into an empty environment, and test it there without the sources"
-	@echo "make coverage    make test, and which lines of the packages it ran, also in other processes"
+	@echo "make coverage    the tests that CI runs, and which lines of the packages it ran, also in other processes"
 	@echo "make lint        format, style, types, the examples of README.md and docs/, and the links between the pages"
 	@echo "make docs        build the site of the documentation in site/"
 	@echo "make bench       measure stalls, time to durable and memory"
@@ -54,7 +57,7 @@ check: $(READY)
 	$(PYTEST) -m 'not process and not server and not slow and not training' $(ARGS)
 
 test: $(READY)
-	$(PYTEST) --durations=25 -m 'not slow' $(ARGS)
+	$(PYTEST) --durations=25 -m '$(MARKS)' $(ARGS)
 
 test-all: $(READY)
 	.ci/install_servers || echo "some servers could not be installed: their tests are skipped"

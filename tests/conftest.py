@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import functools
 import gc
@@ -99,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, mark what starts processes or servers, skip ``gpu`` where there is none."""
+    """Put the longest files first, mark what is derived, skip ``gpu`` where there is none."""
     is_asked_for = "process" in config.option.markexpr  # finding out takes seconds, in each worker
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
@@ -114,6 +115,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("process")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    _extend(items)
+
+
+def _extend(items: list[pytest.Item]) -> None:
+    """Mark ``extended`` the cells that ``extended_cells`` names, and those that ``each_value`` can do without."""
+    tests = collections.defaultdict[str, dict[pytest.Item, set[tuple[str, int]]]](dict)
+    for item in items:
+        test, _, cell = item.nodeid.partition("[")
+        if (named := item.get_closest_marker("extended_cells")) and cell[:-1] in named.args:
+            item.add_marker("extended")
+        if item.get_closest_marker("each_value") and not any(
+            map(item.get_closest_marker, ("extended", "slow", "skip"))
+        ):
+            parameters = item.callspec.params  # type: ignore[attr-defined]
+            tests[test][item] = {(name, id(value)) for name, value in parameters.items()}
+    for cells in tests.values():
+        missing, kept = set[tuple[str, int]]().union(*cells.values()), collections.Counter[tuple[str, int]]()
+        while missing:
+            # of those with as many new values, one of whose others there are fewest
+            best = max(cells, key=lambda cell: (len(missing & cells[cell]), -sum(kept[value] for value in cells[cell])))
+            kept.update(cells[best])
+            missing -= cells.pop(best)
+        for cell in cells:
+            cell.add_marker("extended")
 
 
 def pytest_collection_finish() -> None:

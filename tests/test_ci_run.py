@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).resolve().parents[1] / ".ci" / "run"
+ROOT = Path(__file__).resolve().parents[1]
+RUN = ROOT / ".ci" / "run"
 
 
 @pytest.fixture
@@ -44,6 +45,15 @@ def test_both_run_and_both_count(project: Path, lint: str, test: str, closing: s
     output, _ = run.communicate(timeout=60)
     assert closing in output
     assert (run.returncode == 0) == ("lint passed, tests passed" in output)
+
+
+def test_it_runs_what_make_test_leaves_out(project: Path, pytestconfig: pytest.Config) -> None:
+    assert any(marker.startswith("extended:") for marker in pytestconfig.getini("markers"))
+    output, _ = start(project, "true", "echo \"3 passed in 1.0s: '$(MARKS)'\"").communicate(timeout=60)
+    assert "3 passed in 1.0s: 'not slow'\n" in output
+    for given, marks in (([], "not slow and not extended"), (["MARKS=not slow"], "not slow")):
+        told = subprocess.run(["make", "-n", "test", *given], cwd=ROOT, check=True, capture_output=True, text=True)
+        assert f"-m '{marks}'" in told.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -203,12 +203,34 @@ def test_a_thread_that_ends_after_the_test_is_waited_for(pytester: pytest.Pytest
     run_with_our_conftest(pytester, ends, grace="60.0").assert_outcomes(passed=1)
 
 
-def run_with_our_conftest(pytester: pytest.Pytester, tests: str, *, grace: str) -> pytest.RunResult:
+def test_cells_of_a_matrix_are_extended_but_for_as_few_as_have_each_value(pytester: pytest.Pytester) -> None:
+    matrices = """
+        import pytest
+
+        @pytest.mark.each_value
+        @pytest.mark.parametrize("one", [True, False])
+        @pytest.mark.parametrize("other", [3, pytest.param(4, marks=pytest.mark.slow), 5, 6])
+        def test_matrix(one, other):
+            pass
+
+        @pytest.mark.extended_cells("x-1")
+        @pytest.mark.parametrize(("name", "number"), [("x", 0), ("x", 1)])
+        def test_named(name, number):
+            pass
+    """
+    result = run_with_our_conftest(pytester, matrices, "-v", "-m", "not extended and not slow", grace="60.0")
+    for cell in ("matrix[3-True]", "matrix[5-False]", "matrix[6-True]", "named[x-0]"):
+        assert f"::test_{cell} PASSED" in result.stdout.str()
+    result.assert_outcomes(passed=4, deselected=6)
+
+
+def run_with_our_conftest(pytester: pytest.Pytester, tests: str, *options: str, grace: str) -> pytest.RunResult:
     source = Path(__file__).with_name("conftest.py").read_text()
     pytester.makeconftest(source.replace("THREAD_GRACE_SECONDS = 60.0", f"THREAD_GRACE_SECONDS = {grace}"))
-    pytester.makeini("[pytest]\nmarkers =\n    threads(count): x\n    gpu: x\n")
+    names = ("threads(count)", "gpu", "each_value", "extended", "extended_cells(ids)", "slow")
+    pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"    {name}: x\n" for name in names))
     pytester.makepyfile(tests)
-    return pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
 
 
 def test_a_script_leaves_no_descendants_in_other_sessions(any_script: ScriptRunner) -> None:

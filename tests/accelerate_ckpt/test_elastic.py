@@ -79,7 +79,8 @@ def check_exactly_once(steps: list[list[int]], dropped: int = 0, workers: int = 
         assert padding == 0, "samples were repeated"
 
 
-CHAINS = [(2, 1), (2, 3), (1, 2), (2, 3, 1), (2, 3, 1, 2)]
+MORE = [pytest.param(sizes, marks=pytest.mark.extended) for sizes in [(2, 1), (1, 2)]]
+CHAINS = [(2, 3), (2, 3, 1), *MORE, pytest.param((2, 3, 1, 2), marks=pytest.mark.extended)]
 
 
 @pytest.mark.parametrize("sizes", CHAINS, ids=lambda sizes: "-".join(map(str, sizes)))
@@ -108,7 +109,7 @@ def flat(steps: list[list[int]]) -> list[int]:
     return [sample for step in steps for sample in step]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 3), (1, 2)], ids=lambda sizes: "-".join(map(str, sizes)))
+@pytest.mark.parametrize("sizes", [(2, 3), *MORE], ids=lambda sizes: "-".join(map(str, sizes)))
 def test_the_order_is_that_of_the_run_that_was_interrupted(stages: Stage, sizes: tuple[int, ...]) -> None:
     (_, before), (_, after) = chain(stages, *sizes)
     for cell in CELLS.keys() - {"stream_workers"}:
@@ -130,7 +131,11 @@ def test_a_rest_of_an_epoch_is_resumed_exactly(stages: Stage) -> None:
             assert got[cell]["warned"] == []
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 1)], ids=lambda sizes: "-".join(map(str, sizes)))
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 3), pytest.param((3, 1), marks=pytest.mark.extended)],
+    ids=lambda sizes: "-".join(map(str, sizes)),
+)
 def test_between_epochs(stages: Stage, sizes: tuple[int, int]) -> None:
     before = stages(f"{sizes[0]} whole", sizes[0], None, 0)
     after = stages(f"{sizes[0]} whole-{sizes[1]}", sizes[1], f"{sizes[0]} whole")
@@ -148,11 +153,11 @@ def test_between_epochs(stages: Stage, sizes: tuple[int, int]) -> None:
             assert order[:length] == old[1][:length], f"{cell}: not the order that was next"
 
 
-def test_the_padding_of_metrics_is_known(stages: Stage) -> None:
-    for sizes in ((2, 3), (2, 4), (2, 1)):
-        _, (size, after) = chain(stages, *sizes)
-        left = SAMPLES - 2 * 2 * 4
-        assert after[0]["default"]["remainders"] == [left % (4 * size), SAMPLES % (4 * size)]
+@pytest.mark.parametrize("size", [3, 4, pytest.param(1, marks=pytest.mark.extended)])
+def test_the_padding_of_metrics_is_known(stages: Stage, size: int) -> None:
+    _, (_, after) = chain(stages, 2, size)
+    left = SAMPLES - 2 * 2 * 4
+    assert after[0]["default"]["remainders"] == [left % (4 * size), SAMPLES % (4 * size)]
 
 
 def test_it_says_what_is_not_exact(stages: Stage) -> None:

@@ -238,6 +238,7 @@ BODY = (
 )
 
 
+@pytest.mark.extended_cells("in other bodies", "after a break")
 @pytest.mark.parametrize("evaluates", ["before", "in other bodies", "after", "after another load", "after a break"])
 def test_an_evaluation_after_a_save_in_a_body_is_said_by_the_run_that_saves(
     ranks: Ranks, tmp_path: Path, evaluates: str

@@ -13,16 +13,14 @@ SHORT = [
     "default",
     "default_skip",
     "default_workers",
-    "default_accumulate",
     "own_rng",
-    "seedable",
-    "stateful_workers",
     "stateful_samples",
-    "dispatched",
     "stream",
     "stateful_stream_workers",
     "together",
 ]
+# on two ranks or three, too
+MORE = ["default_accumulate", "seedable", "stateful_workers", "dispatched"]
 OTHERS = [
     "default_workers_skip",
     "default_persistent",
@@ -38,7 +36,11 @@ OTHERS = [
     "stateful_stream",
     "evaluate",
 ]
-CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS)]
+CELLS = [
+    *SHORT,
+    *(pytest.param(cell, marks=pytest.mark.extended) for cell in MORE),
+    *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS),
+]
 pytestmark = pytest.mark.timeout(3600)
 
 

@@ -126,6 +126,7 @@ def test_another_number_to_skip_is_said(caplog: pytest.LogCaptureFixture) -> Non
     assert "asked to skip 4 batches, but the checkpoint was saved after 2" in caplog.text
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
 def test_skipping_without_a_checkpoint(config: dict[str, Any], workers: int) -> None:
@@ -141,6 +142,7 @@ def test_skipping_without_a_checkpoint(config: dict[str, Any], workers: int) -> 
     assert run.epoch() == second
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
 def test_saved_in_an_iteration_that_skips(config: dict[str, Any], workers: int) -> None:
@@ -289,6 +291,7 @@ def some(loader: Any) -> Iterator[Any]:
     yield from (batch for batch in loader if int(batch.sum()) % 4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("epochs", "save"), [(1, 2), (1, 3), (2, 1), (2, 3)])
 @pytest.mark.parametrize(("take", "is_said"), [(one_ahead, True), (in_pairs, False), (some, False), (iter, False)])
 def test_batches_that_the_script_has_taken_ahead_are_said_to_be_left_out(
@@ -347,6 +350,7 @@ def test_a_loader_that_cycle_repeats_is_said(epochs: int, save: int, said: str) 
     assert ["itertools.cycle" in text for text in again.warned] == [True] * (said != "never")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("save", [1, 2, STEPS])
 @pytest.mark.parametrize("repeat", [list, begun_again])
 def test_two_loaders_of_which_none_is_repeated_are_not_warned_of(repeat: Any, save: int) -> None:
@@ -612,6 +616,7 @@ def directly(make: Callable[[], Any]) -> Any:
     return make()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("iterate", [in_a_variable, in_none, directly])
 @pytest.mark.parametrize("in_body", [False, True])
 def test_a_loader_that_only_one_epoch_has_begins_with_its_own_generator(
@@ -647,6 +652,7 @@ def test_a_loader_that_only_one_epoch_has_begins_with_its_own_generator(
         assert train(run_of(2).restore(saved[epoch]), range(epoch + 1, 4))[0] == whole[epoch + 1 :]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_generator", [False, True])
 @pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True}], ids=str)
 def test_a_loader_that_is_prepared_for_each_epoch_takes_nothing_over_from_the_one_before(

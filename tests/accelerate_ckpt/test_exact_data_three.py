@@ -9,19 +9,17 @@ from tests.accelerate_ckpt.exact_worlds import DRAW_WHILE_READING, Worlds, check
 __all__ = ["worlds"]
 
 RANKS = 3
-CELLS = [
-    "default",
+SHORT = [
     "default_accumulate",
-    "default_workers",
     "drop_last",
-    "uneven",
-    "seedable",
-    "stateful",
     "dispatched",
     "stream",
     # several gradient buckets, which DDP would rebuild after the first step of a process
     "buckets",
 ]
+# on one rank or two, too
+MORE = ["default", "default_workers", "uneven", "seedable", "stateful"]
+CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.extended) for cell in MORE)]
 pytestmark = pytest.mark.timeout(3600)
 
 

@@ -11,20 +11,23 @@ __all__ = ["worlds"]
 
 RANKS = 2
 SHORT = [
-    "default",
-    "default_skip",
     "default_workers",
-    "default_accumulate",
     "own_batch_sampler",
     "split_batches",
     "uneven",
     "seedable_skip",
     "stateful_workers",
+    "dispatched_stateful",
+    "generator_stream",
+]
+# on one rank or three, too
+MORE = [
+    "default",
+    "default_skip",
+    "default_accumulate",
     "stateful_samples",
     "dispatched",
-    "dispatched_stateful",
     "stream_workers",
-    "generator_stream",
     "together",
 ]
 OTHERS = [
@@ -56,7 +59,11 @@ OTHERS = [
     "stateful_stream_workers",
     "evaluate",
 ]
-CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS)]
+CELLS = [
+    *SHORT,
+    *(pytest.param(cell, marks=pytest.mark.extended) for cell in MORE),
+    *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS),
+]
 pytestmark = pytest.mark.timeout(3600)
 
 

@@ -428,12 +428,14 @@ IN_THE_MIDDLE = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("saved", [1, 5, 8])
 @pytest.mark.parametrize("script", IN_THE_MIDDLE, ids=lambda script: script.__name__)
 def test_saved_in_the_middle_of_an_epoch(script: Script, saved: int, tmp_path: Path) -> None:
     assert_exact(*interrupted(script, tmp_path, saved))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("saved", [1, 2, 4, 5])
 @pytest.mark.parametrize("script", [two_at_a_time, two_at_a_time_by_next], ids=lambda script: script.__name__)
 def test_several_batches_for_a_step(script: Script, saved: int, tmp_path: Path) -> None:
@@ -449,6 +451,7 @@ def test_saved_in_the_last_batch_of_an_epoch(script: Script, tmp_path: Path) -> 
     assert_exact(*interrupted(script, tmp_path, BATCHES))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

@@ -129,6 +129,7 @@ REFUSED = """
 """
 
 
+@pytest.mark.extended_cells("False")
 @pytest.mark.parametrize("exchanged", [False, True])
 def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path, exchanged: bool) -> None:
     def run(name: str, kill: int, **more: Any) -> list[RankResult]:
@@ -145,6 +146,7 @@ def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path, exchanged:
     assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
 
 
+@pytest.mark.extended_cells("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed_before_its_first_note_of_a_start(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     def run(name: str, **more: Any) -> list[RankResult]:
@@ -185,6 +187,7 @@ def test_a_survivor_saves_in_a_script_that_catches_what_is_raised(ranks: Ranks, 
     assert "what the script had left to do there" in text and none == []
 
 
+@pytest.mark.extended_cells("async")
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_no_save_waits_for_a_rank_that_died_in_it(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     names = {**NEVER, "folder": str(tmp_path), "kill": -1, "saves": 7, "options": {"strategy": strategy}}

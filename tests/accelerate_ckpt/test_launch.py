@@ -106,6 +106,7 @@ def test_a_module_sees_what_it_would_see_without_us(plain: RunScript, tmp_path: 
     assert json.loads(found.stdout)["spec"] == ("package.train" if name == "package.train" else "package.__main__")
 
 
+@pytest.mark.extended_cells("chain", "exit text", "exit", "base")
 @pytest.mark.parametrize(
     "source",
     [

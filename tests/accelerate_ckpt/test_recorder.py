@@ -112,6 +112,7 @@ def told(fork_script: ScriptRunner, directory: Path, case: str, dies_at: int) ->
     return found
 
 
+@pytest.mark.extended_cells("accumulates-9-4", "evaluates-14-4")
 @pytest.mark.parametrize(
     ("case", "dies_at", "repeated"),
     [
@@ -237,6 +238,7 @@ RANKS = """
 """
 
 
+@pytest.mark.extended_cells("0")
 @pytest.mark.parametrize("other", [-1, 0, 1])
 def test_each_of_two_ranks_compares_the_steps_that_it_repeats(ranks: Ranks, tmp_path: Path, other: int) -> None:
     ranks.run(RANKS, 2, folder=str(tmp_path / "out"), resumes=False, other=other)

@@ -51,6 +51,7 @@ def test_points_that_are_asked_for_are_tried_in_place_of_the_scripts_own() -> No
     assert result.missed == ("validation",)
 
 
+@pytest.mark.extended_cells("exact-26-points0")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "steps", "points"),
@@ -93,6 +94,7 @@ def test_a_defect_is_named_with_its_first_step_and_its_place(case: str, subject:
         assert words in text
 
 
+@pytest.mark.extended_cells("exact-each once-each once, 4 again in the last batches", "repeats-2 AGAIN-2 AGAIN")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "at_two", "at_three"),
@@ -114,6 +116,7 @@ def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: s
     assert result.is_exact == (case in ("exact", "stream")), result.text()
 
 
+@pytest.mark.extended_cells("exact-26-points0", "short-12-points3")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "steps", "points"),

@@ -169,6 +169,7 @@ def test_nothing_goes_when_its_successor_was_not_saved(small_filesystem: Path) -
     assert names(small_filesystem) == ["step_1"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize(("retention", "limit"), [("latest=1", None), (None, 1), ("latest=1", 2)])
 def test_what_is_pinned_stays(tmp_path: Path, retention: Any, limit: int | None, strategy: str) -> None:

@@ -53,6 +53,7 @@ def automatic(project: Path, **arguments: Any) -> Accelerator:
     return accelerator_of(project_config=configuration)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["sync", "async", "sharded"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str, accumulation: int) -> None:

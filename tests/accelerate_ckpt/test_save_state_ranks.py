@@ -29,6 +29,7 @@ OWN = """
 """
 
 
+@pytest.mark.extended_cells("sync-1")
 @pytest.mark.parametrize(("strategy", "accumulation"), [("sync", 1), ("async", 4), ("sharded", 1)])
 def test_two_ranks_go_on_as_if_they_had_not_stopped(
     ranks: Ranks, tmp_path: Path, strategy: str, accumulation: int
@@ -87,6 +88,7 @@ def test_the_hooks_of_rank_zero_decide(ranks: Ranks, tmp_path: Path, strategy: s
     assert {"rank-0.txt", "rank-1.txt"} <= set(files)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("caller", "strategy"), [(0, "sync"), (0, "async"), (1, "sync"), (1, "async")])
 def test_a_save_on_one_rank_alone_is_an_error_that_says_what_to_do(
     ranks: Ranks, tmp_path: Path, caller: int, strategy: str
@@ -304,6 +306,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(ranks: Ranks, tmp_path: Path
     assert "failed on rank 1" in results[0].message and "not for me" in results[0].message
 
 
+@pytest.mark.extended_cells("hook-0", "weights-1", "weights with a hook-0")
 @pytest.mark.parametrize(
     ("where", "culprit"),
     [

@@ -49,6 +49,7 @@ def owners(path: Path) -> tuple[int, tuple[int, ...]]:
         return checkpoint.world_size, checkpoint.ranks_with("own")
 
 
+@pytest.mark.extended_cells("sync")
 @pytest.mark.parametrize("strategy", ["sync", "async", "sharded"])
 def test_rank_zero_alone_saves_what_it_has_and_a_run_resumes_from_it(
     ranks: Ranks, tmp_path: Path, strategy: str, capfd: pytest.CaptureFixture[str]
@@ -94,6 +95,7 @@ def test_all_ranks_load_at_once_what_rank_zero_alone_is_saving(ranks: Ranks, tmp
     assert [owners(tmp_path / name)[1] for name in ("step_2", "all")] == [(0,), (0, 1)]
 
 
+@pytest.mark.extended_cells("sync")
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_the_first_rank_of_each_machine_saves_for_those_that_come(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     names = {"strategy": strategy, "saved": str(tmp_path), "saves": [2, 4], "savers": [0, 2], "joint": 0}

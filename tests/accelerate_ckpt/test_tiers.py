@@ -58,6 +58,7 @@ def saved(run: Run, count: int) -> Any:
     return state
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["sync", "async", "sharded"])
 @pytest.mark.parametrize("disk", ["whole", "damaged", "empty"])
 def test_a_run_goes_on_from_the_nearest_copy(

@@ -169,6 +169,7 @@ def test_a_callback_that_was_added_too_late_says_so(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.extended_cells("middle")
 @pytest.mark.parametrize(
     ("stop", "arguments"),
     [
@@ -309,6 +310,7 @@ def _evaluates_worse(trainer: Trainer, losses: Iterator[int], *_: Any, **__: Any
     return metrics
 
 
+@pytest.mark.extended_cells("0")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_masks_that_a_collator_of_transformers_draws_from_its_own_seed_continue(tmp_path: Path, workers: int) -> None:
     words = {str(number): number for number in range(16)}
@@ -547,6 +549,7 @@ def test_the_last_save_is_durable_when_training_ends(tmp_path: Path, monkeypatch
     assert session is not None and session.checkpointer.pending == ()
 
 
+@pytest.mark.extended_cells("False")
 @pytest.mark.parametrize("several", [False, True])
 def test_an_evaluation_whose_workers_stay_draws_no_second_seed_in_a_resumed_run(tmp_path: Path, several: bool) -> None:
     def trainer(folder: str) -> Trainer:

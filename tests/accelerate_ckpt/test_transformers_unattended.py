@@ -178,6 +178,7 @@ LOSS = """
 NEVER: dict[str, Any] = {"kill": -1, "victim": 0, "event": "on_substep_end"}
 
 
+@pytest.mark.extended_cells("after an epoch's last step")
 @pytest.mark.parametrize(
     ("victim", "event", "step", "held"),
     [
@@ -251,6 +252,7 @@ AFTER = """
 """
 
 
+@pytest.mark.extended_cells("1")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_trainer_that_is_told_after_its_last_step_saves_and_ends(
     ranks: Ranks, tmp_path: Path, world_size: int
@@ -390,6 +392,7 @@ STREAM = """
 """
 
 
+@pytest.mark.extended_cells("7-6", "9-8")
 @pytest.mark.parametrize(("kill", "step"), [(7, 6), (9, 8), (11, 10)])
 def test_a_stream_without_a_length_continues_in_the_pass_that_it_was_in(
     ranks: Ranks, tmp_path: Path, kill: int, step: int

@@ -90,6 +90,7 @@ def run(ranks: Ranks, folder: Path, world_size: int = 1, **names: Any) -> list[R
     return ranks.run(TRAINING, world_size, **{**defaults, **names})
 
 
+@pytest.mark.extended_cells("False")
 @pytest.mark.parametrize("tiered", [False, True])
 def test_a_bucket_that_does_not_exist_is_told_before_training(
     ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], tiered: bool
@@ -105,6 +106,7 @@ def test_a_bucket_that_does_not_exist_is_told_before_training(
     assert "resumed" not in result.told
 
 
+@pytest.mark.extended_cells("1")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_directory_that_is_a_file_is_told_on_all_ranks_before_training(
     ranks: Ranks, tmp_path: Path, world_size: int
@@ -130,6 +132,7 @@ PREPARES = """
 """
 
 
+@pytest.mark.extended_cells("1")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_automatic_names_below_a_file_are_told_before_training_and_not_before_an_evaluation(
     ranks: Ranks, tmp_path: Path, world_size: int
@@ -161,6 +164,7 @@ def test_a_run_whose_last_save_fails_says_so(
     assert not any(record.getMessage().startswith("saved ") for record in caplog.records)
 
 
+@pytest.mark.extended_cells("{'interval': 'auto'}", "{'just_in_time': True}")
 @pytest.mark.parametrize("options", [{"preempt": True}, {"interval": "auto"}, {"just_in_time": True}, {}], ids=str)
 def test_a_wrong_bucket_is_told_before_training_where_a_run_saves_unasked(
     ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], options: dict[str, Any]
@@ -177,6 +181,7 @@ def test_a_wrong_bucket_is_told_before_training_where_a_run_saves_unasked(
     assert storage_at((bucket, dict(server.options))).list(bucket) == []
 
 
+@pytest.mark.extended_cells("False")
 @pytest.mark.parametrize("automatic", [False, True])
 def test_a_machine_that_was_replaced_resumes_from_what_was_uploaded(
     ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], automatic: bool
@@ -192,6 +197,7 @@ def test_a_machine_that_was_replaced_resumes_from_what_was_uploaded(
     assert second.told["resumed"][1] == 3
 
 
+@pytest.mark.extended_cells("2-[0, 1]-False")
 @pytest.mark.parametrize(
     ("world_size", "told", "automatic"), [(1, [0], False), (2, [1], True), (2, [0, 1], False)], ids=str
 )
@@ -212,6 +218,7 @@ def test_a_preempted_run_resumes_exactly(
         assert (found.told["step"], found.told["weights"]) == (expected.told["step"], expected.told["weights"])
 
 
+@pytest.mark.extended_cells("1-[0]")
 @pytest.mark.parametrize(("world_size", "told"), [(1, [0]), (2, [1])], ids=str)
 def test_a_resumed_run_is_told_in_its_first_batch_before_it_trains(
     ranks: Ranks, tmp_path: Path, world_size: int, told: list[int]
@@ -234,6 +241,7 @@ def test_what_a_script_does_at_the_end_of_an_epoch_is_done_though_it_is_told_to_
     assert resumed.told["weights"] == whole.told["weights"]
 
 
+@pytest.mark.extended_cells("2-[0, 1]")
 @pytest.mark.parametrize(("world_size", "told"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=str)
 def test_an_evaluation_after_an_epoch_is_brought_to_its_end_once(
     ranks: Ranks, tmp_path: Path, world_size: int, told: list[int]
@@ -386,6 +394,7 @@ TOLD = """
 """
 
 
+@pytest.mark.extended_cells("2-before-", "10-training-")
 @pytest.mark.parametrize(
     ("number", "moment", "preempt"),
     [
@@ -448,6 +457,7 @@ CRASHES_ON_ONE_RANK = """
 """
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("preempt", ["", "SIGTERM"])
 @pytest.mark.parametrize("moment", ["dies", "raises", "training"])
 def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(

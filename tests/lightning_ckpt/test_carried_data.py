@@ -270,6 +270,7 @@ def test_in_this_process(name: str, tmp_path: Path) -> None:
     check_in_this_process(name, MIDDLE, tmp_path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at", [LAST, END], ids=["last", "end"])
 @pytest.mark.parametrize("name", some([*LOADERS, *IN_PROCESS], "counts its passes", "shuffled in place"))
 def test_around_the_end_of_an_epoch(name: str, at: tuple[str, int], tmp_path: Path) -> None:
@@ -285,6 +286,7 @@ def check_in_this_process(name: str, at: tuple[str, int], tmp_path: Path) -> Non
     assert found == expected
 
 
+@pytest.mark.extended_cells("made when it draws")
 @pytest.mark.parametrize(
     "name", some([*LOADERS, "mining", "reorders"], "collate", "shuffled by its own", "made when it draws")
 )
@@ -297,6 +299,7 @@ def test_in_workers(name: str, tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.extended_cells("True")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_generators_that_are_made_in_workers(persistent: bool, tmp_path: Path) -> None:
     make = loader_of(

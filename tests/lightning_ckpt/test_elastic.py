@@ -19,6 +19,7 @@ def used(results: list[Any], first: int = 0, last: int | None = None) -> collect
     return collections.Counter(i for row in rows for i in row[3])
 
 
+@pytest.mark.extended_cells("ddp-data0")
 @pytest.mark.parametrize(("kind", "data"), [("ddp", {}), ("mp", {}), ("ddp", {"loader": "stateful", "workers": 2})])
 def test_no_sample_is_lost_or_repeated_over_several_changes(
     runs: Runs, tmp_path: Path, kind: str, data: dict[str, Any]
@@ -69,6 +70,7 @@ def test_resumed_division_is_exact_at_the_same_number_of_ranks(runs: Runs, tmp_p
         assert one["weights"] == other["weights"]
 
 
+@pytest.mark.extended_cells("sampler")
 @pytest.mark.parametrize("loader", ["sampler", "map"])
 def test_open_window_is_begun_again(runs: Runs, tmp_path: Path, loader: str) -> None:
     directory = tmp_path / "run"

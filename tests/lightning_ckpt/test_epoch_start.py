@@ -261,6 +261,7 @@ def test_hooks_of_the_epochs_start_have_run(name: str, tmp_path: Path) -> None:
 AFTER_AN_EPOCH = "eval mode in the middle, requires_grad, settings of modules, fine-tuning, running window"
 
 
+@pytest.mark.extended_cells("requires_grad", "fine-tuning", "running window")
 @pytest.mark.parametrize("name", [*AFTER_AN_EPOCH.split(", "), "groups of parameters"])
 def test_modes_are_as_they_were_after_an_epoch(name: str, tmp_path: Path) -> None:
     expected, found, said = train_and_resume(TRAININGS[name], tmp_path, END)
@@ -287,6 +288,7 @@ def test_an_optimizer_that_follows_its_groups_is_told_of_those_that_a_resume_add
     assert optimizer.rates == [0.1, 0.5]
 
 
+@pytest.mark.extended_cells("1")
 @pytest.mark.parametrize("batch", [1, 5, BATCHES])
 def test_the_epoch_that_averages_batch_normalisation(batch: int, tmp_path: Path) -> None:
     # Lightning appends it; its start copies the averaged weights and empties the statistics

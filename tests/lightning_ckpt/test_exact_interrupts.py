@@ -70,6 +70,12 @@ INTERRUPTED = [
 ]
 
 
+@pytest.mark.extended_cells(
+    "stock-{'loader': 'stateful_stream'}",
+    "on_exception-{'loader': 'stateful_stream'}",
+    "ours-{'loader': 'plain', 'workers': 2}",
+    "ours-{'loader': 'stateful'}",
+)
 @pytest.mark.parametrize(("kind", "options"), INTERRUPTED, ids=str)
 def test_interrupted_batch_is_trained_again(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model, trainer, _ = fit(tmp_path, options, [])

@@ -122,6 +122,16 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return run
 
 
+@pytest.mark.extended_cells(
+    "plain-stock",
+    "stateful, workers-stock",
+    "stream, workers-stock",
+    "inside validation-stock",
+    "max_steps, epoch end-stock",
+    "two ranks, sampler of the user, epoch end-stock",
+    "plain-lightning_ckpt.io:SyncCheckpointIO",
+    "two ranks, workers, accumulation-lightning_ckpt.io:SyncCheckpointIO",
+)
 @pytest.mark.parametrize(("name", "io"), RUNS)
 def test_killed_run_goes_on(
     zygote: Zygote, whole: Callable[[str], list[Any]], tmp_path: Path, name: str, io: str

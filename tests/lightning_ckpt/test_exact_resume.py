@@ -157,6 +157,30 @@ LOADERS = [
 ]
 
 
+@pytest.mark.extended_cells(
+    "plain-0-batch_end-4",
+    "plain-0-batch_end-7",
+    "plain-2-batch_end-8",
+    "plain-2-epoch_end-1",
+    "replacement-0-batch_end-11",
+    "generator-0-batch_end-8",
+    "generator-2-batch_end-11",
+    "distributed-2-batch_end-11",
+    "own_rng-0-epoch_end-1",
+    "persistent-2-epoch_end-1",
+    "stateful-0-batch_end-8",
+    "stateful-2-batch_end-8",
+    "stateful_dataset-0-batch_end-8",
+    "stateful_distributed-2-batch_end-11",
+    "stateful_stream-0-batch_end-7",
+    "stateful_stream-0-batch_end-8",
+    "stateful_stream-2-batch_end-11",
+    "stream-2-batch_end-8",
+    "beside_stream-0-batch_end-1",
+    "own_stateful_loader-0-batch_end-1",
+    "own_stateful_loader-0-batch_end-8",
+    "dict-0-batch_end-14",
+)
 @pytest.mark.parametrize("case", LOADERS)
 def test_loaders(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
@@ -171,6 +195,7 @@ class TakesTheIterator(Model):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.extended_cells("{}-1", "{}-9", "{'workers': 2}-8", "{'loader': 'quiet_stream'}-11")
 @pytest.mark.parametrize(
     ("options", "count"),
     [
@@ -225,6 +250,16 @@ POINTS = {
 }
 
 
+@pytest.mark.extended_cells(
+    "batch-end-of-the-last-batch,-validation-due",
+    "validation-end,-unsized",
+    "inside-validation,-workers",
+    "inside-validation-at-the-end-of-an-epoch",
+    "inside-validation-across-epochs",
+    "batch-start,-unsized,-workers",
+    "first-batch-start-of-an-epoch",
+    "epoch-end-with-validation",
+)
 @pytest.mark.parametrize("case", POINTS.values(), ids=[name.replace(" ", "-") for name in POINTS])
 def test_points_of_the_loop(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
@@ -289,6 +324,21 @@ FEATURES = {
 }
 
 
+@pytest.mark.extended_cells(
+    "open-window,-workers",
+    "open-window-inside-validation",
+    "max_steps,-epoch-end",
+    "max_steps,-validation",
+    "max_steps,-epoch-end,-validation",
+    "max_steps,-last-batch,-validation",
+    "estimated_stepping_batches,-workers",
+    "two-optimizers-by-hand,-window-closed",
+    "reload-the-same-persistent,-batch-7",
+    "reload-the-same-stateful_persistent,-batch-5",
+    "limited,-last-batch,-workers",
+    "limited,-stateful-stream",
+    "averaged-weights,-inside-validation",
+)
 @pytest.mark.parametrize("case", FEATURES.values(), ids=[name.replace(" ", "-") for name in FEATURES])
 def test_features(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)

@@ -359,6 +359,7 @@ def assert_all_raised(results: list[dict[str, Any]], path: Path, *, step: int) -
     assert [result["left"] for result in results] == [[], []]
 
 
+@pytest.mark.extended_cells("save_last", "weights only", "sync save_last")
 @pytest.mark.parametrize(
     ("settings", "full_at", "step"),
     [

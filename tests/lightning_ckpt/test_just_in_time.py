@@ -71,6 +71,7 @@ def test_a_rank_that_is_lost_before_the_hooks_of_an_epochs_end_meet_is_said(job:
     assert HOOKS_OF_EPOCH in resumed[0]["warnings"][0]
 
 
+@pytest.mark.extended_cells("at the end of an epoch")
 @pytest.mark.parametrize("every", [2, 3], ids=["within an epoch", "at the end of an epoch"])
 def test_rank_1_is_killed_before_its_first_note_of_a_resumed_start(job: Job, tmp_path: Path, every: int) -> None:
     spec = {"settings": {**SETTINGS, "every_n_train_steps": every}, "own_generators": True}
@@ -109,6 +110,7 @@ def test_rank_0_is_killed_in_a_save_at_the_end_of_a_window(job: Job, tmp_path: P
     check_resumes(job, tmp_path, 3, signals=signals, killed=[0], **spec)
 
 
+@pytest.mark.extended_cells("False")
 @pytest.mark.parametrize("survivors_save", [True, False])
 def test_a_save_in_which_a_rank_dies_is_given_up_at_once(job: Job, tmp_path: Path, survivors_save: bool) -> None:
     settings = {**SETTINGS, "every_n_train_steps": 3, "just_in_time": survivors_save}

@@ -88,6 +88,7 @@ def test_the_date_of_a_file_does_not_make_it_the_last(newest: str, tmp_path: Pat
     assert torch.equal(trainer.model.weight, torch.full((NUMBERS,), float(BATCHES)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("save_last", [False, True, "link"])
 @pytest.mark.parametrize("plugin", [*PLUGINS, ShardedCheckpointIO, TorchCheckpointIO])
 def test_a_run_that_was_copied_file_by_file_is_resumed_where_it_was(
@@ -395,6 +396,7 @@ def listing(url: str) -> list[str]:
     return sorted(path.rsplit("/", 1)[1] for path in fsspec.filesystem("memory").ls(url, detail=False))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("resume", ["last", "memory:///{}/step=4.ckpt", "memory://{}/last.ckpt"])
 def test_resumed_in_memory(resume: str, plugin: Any, memory: str, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def run(job: Job, directory: Path, name: str, memory: Path, **spec: Any) -> list
     return job.run(directory, name, **{"machines": True, "settings": settings, "trainer": trainer, **spec})
 
 
+@pytest.mark.extended_cells("AsyncCheckpointIO-0-{'resume': 'last'}")
 @pytest.mark.parametrize(
     ("io", "lost", "resume"),
     [

@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_trainer_of_either_package(package: str, plugin: type[Any], tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def assert_goes_on(runs: Runs, directory: Path, path: Path, expected: Whole, ste
     assert [result["wrapped"] for result in resumed] == [[]] * len(resumed)
 
 
+@pytest.mark.extended_cells("ShardedCheckpointIO-3")
 @pytest.mark.parametrize(
     ("io", "ranks"),
     [("AsyncCheckpointIO", 2), ("ShardedCheckpointIO", 3)],
@@ -86,6 +87,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert_goes_on(runs, saved, path, whole(io, ranks), BETWEEN, ranks=ranks, io=io)
 
 
+@pytest.mark.extended_cells("AsyncCheckpointIO-2-8", "ShardedCheckpointIO-3-7")
 @pytest.mark.parametrize(
     ("io", "ranks", "step"),
     [("AsyncCheckpointIO", 2, 8), ("ShardedCheckpointIO", 2, 2), ("ShardedCheckpointIO", 3, 7)],
@@ -124,6 +126,7 @@ def _content(path: Path, io: str) -> tuple[Any, Any, list[Any]]:
     return state["state_dict"], state["optimizer_states"][0], [rank["post_local_sgd"] for rank in ranks]
 
 
+@pytest.mark.extended_cells("AsyncCheckpointIO-3")
 @pytest.mark.parametrize(
     ("io", "ranks"), [("AsyncCheckpointIO", 3), ("ShardedCheckpointIO", 3), ("AsyncCheckpointIO", 1)]
 )

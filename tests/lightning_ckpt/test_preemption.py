@@ -47,6 +47,7 @@ REQUEUES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extended_cells("rank 0", "in validation")
 @pytest.mark.parametrize("name", REQUEUES)
 def test_a_requeued_job_resumes_exactly(job: Job, tmp_path: Path, name: str) -> None:
     spec = {"slurm": True, **REQUEUES[name]}
@@ -122,6 +123,7 @@ SLOW_PREEMPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extended_cells("one rank")
 @pytest.mark.parametrize(
     "name", [*PREEMPTIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PREEMPTIONS)]
 )
@@ -148,6 +150,11 @@ def test_a_preempted_run_saves_on_all_ranks_and_resumes_exactly(job: Job, tmp_pa
         assert (found["weights"], found["optimizer"]) == (expected["weights"], expected["optimizer"])
 
 
+@pytest.mark.extended_cells(
+    "on_train_end-stages0-1",
+    "on_test_batch_start-stages2-2",
+    "on_predict_end-stages5-1",
+)
 @pytest.mark.parametrize(
     ("hook", "stages", "ranks"),
     [

@@ -48,6 +48,7 @@ def judged(fork_script: ScriptRunner, directory: Path, name: str, *points: Point
     return [found[point.name] for point in points]
 
 
+@pytest.mark.extended_cells("loader: two workers, counted noise-points2", "model: grows-points3")
 @pytest.mark.parametrize(
     ("name", "points"),
     [
@@ -67,6 +68,7 @@ def test_an_exact_resume_says_that_its_steps_are_equal(
         assert found["recorder"] == f"{repeated} the first run's, bit for bit"
 
 
+@pytest.mark.extended_cells("batch size finder")
 @pytest.mark.parametrize("name", ["learning rate finder in epochs", "batch size finder"])
 def test_a_fit_in_which_a_callback_runs_the_loops_is_compared(
     fork_script: ScriptRunner, tmp_path: Path, name: str
@@ -77,6 +79,11 @@ def test_a_fit_in_which_a_callback_runs_the_loops_is_compared(
     assert found["recorder"] == "2 repeated steps equal the first run's, bit for bit"
 
 
+@pytest.mark.extended_cells(
+    "forgets a buffer-weights",
+    "forgets the order-data",
+    "forgets the gradients-weights",
+)
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
@@ -133,6 +140,13 @@ def test_state_that_nobody_captures_is_seen_by_the_recorder(
     assert found["wrong"] and differs in found["differs"], found
 
 
+@pytest.mark.extended_cells(
+    "kept: a dataclass in a global-point1-`PROGRESS.total` of kept_lightning.py",
+    "kept: attributes of the class-point2-`losses` of OfTheClass in kept_lightning.py",
+    "kept: a bounded cache-point5-`_norm_then` of kept_lightning.py",
+    "kept: a cached property in a global-point7-`BEGUN.norm` of kept_lightning.py",
+    "kept: a cache by its name-point8-`_norm_cache` of kept_lightning.py",
+)
 @pytest.mark.parametrize(
     ("name", "point", "variable"),
     [
@@ -156,6 +170,11 @@ def test_variables_of_the_script_that_a_resume_has_lost_are_named(
     assert variable in said
 
 
+@pytest.mark.extended_cells(
+    "kept: exact: makes lazily",
+    "kept: exact: a cache that is cleared",
+    "kept: exact: tells",
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -212,6 +231,7 @@ def test_another_batch_is_said_when_it_is_read_again(fork_script: ScriptRunner, 
     assert found["differs"] == ["data"]
 
 
+@pytest.mark.extended_cells("loader: stream global")
 @pytest.mark.parametrize("name", ["loader: stream noise", "loader: stream global"])
 def test_a_stream_that_draws_and_is_read_again_as_it_was_gives_no_warning(
     fork_script: ScriptRunner, tmp_path: Path, name: str
@@ -267,6 +287,7 @@ def test_an_epoch_with_fewer_batches_is_said(fork_script: ScriptRunner, tmp_path
     assert "epoch 2 had 0 batches, but earlier ones had 6 or more" in end["warned"][0]
 
 
+@pytest.mark.extended_cells("callback: lambda that doubles the batch")
 @pytest.mark.parametrize("name", ["callback: lambda that doubles the batch", "model: carries a hidden state"])
 def test_what_hooks_of_an_epochs_start_set_is_not_missed(fork_script: ScriptRunner, tmp_path: Path, name: str) -> None:
     (found,) = judged(fork_script, tmp_path, name, END)

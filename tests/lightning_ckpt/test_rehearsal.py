@@ -65,6 +65,7 @@ def test_nothing_comes_after_a_training_that_ends_by_itself_in_the_rehearsed_ste
     assert result.steps == 6 + 1, "of an epoch, and its end"
 
 
+@pytest.mark.extended_cells("generators-generators-named3", "moments-weights-named4")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "subject", "named"),
@@ -92,6 +93,7 @@ def test_what_only_tells_of_a_run_and_is_another_in_each_process_is_no_differenc
     assert result.repeats == {"attributes:Timed.began"}
 
 
+@pytest.mark.extended_cells("repeats-4 AGAIN")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("case", "samples"), [("exact", "each once"), ("loses", "4 LOST"), ("repeats", "4 AGAIN")])
 def test_two_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: str, samples: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckpt_core.errors import CheckpointError
 from ckpt_core.rehearsal import CannotRehearseError
 from lightning_ckpt import ResumableCheckpoint, _rehearsing
 from tests.conftest import LIGHTNING, ScriptRunner
@@ -55,6 +57,16 @@ def test_what_differs_is_named_and_only_strict_does_not_train(
     assert (told.returncode == 0) == (tmp_path / "mine").exists() == (not is_strict)
 
 
+def test_a_training_that_does_not_ask_is_not_taken_for_the_one_that_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = SimpleNamespace(callbacks=[ResumableCheckpoint(tmp_path / "mine")])
+    monkeypatch.setattr(_rehearsing, "_plan", lambda: SimpleNamespace(by_script=True))
+    with pytest.raises(CheckpointError, match="rehearse works only with the first Trainer of a script that fits"):
+        _rehearsing._begin(trainer)
+
+
+@pytest.mark.extended
 def test_no_other_training_of_the_script_is_taken_for_the_one_that_asks(
     tmp_path: Path, run_script: ScriptRunner
 ) -> None:

@@ -77,6 +77,7 @@ def damage(bucket: Bucket, name: str) -> None:
     storage.put(path, bytes(content))
 
 
+@pytest.mark.extended_cells("AsyncCheckpointIO-ceph")
 @pytest.mark.parametrize(
     ("plugin", "bucket"), [(SyncCheckpointIO, "moto"), (AsyncCheckpointIO, "ceph")], indirect=["bucket"]
 )
@@ -91,6 +92,7 @@ def test_last_goes_on_where_the_run_before_ended(plugin: Any, bucket: Bucket, tm
     assert step_of(bucket, "last.ckpt") == BATCHES
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("resume", [None, "last"])
 @pytest.mark.parametrize("tiered", [False, True])
 def test_a_bucket_that_does_not_exist_is_told_before_training(
@@ -106,6 +108,7 @@ def test_a_bucket_that_does_not_exist_is_told_before_training(
     assert model.batches == 0
 
 
+@pytest.mark.extended_cells("moto-SyncCheckpointIO")
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_retention_deletes_on_the_store(plugin: Any, bucket: Bucket, tmp_path: Path) -> None:
     fit(bucket, tmp_path, plugin, save_top_k=2, monitor="loss", save_last=True)
@@ -212,6 +215,7 @@ def look_up(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.extended_cells("ShardedCheckpointIO-True-ceph")
 @pytest.mark.parametrize(
     ("kind", "tiers", "bucket"),
     [(AsyncCheckpointIO, True, "moto"), (ShardedCheckpointIO, False, "moto"), (ShardedCheckpointIO, True, "ceph")],

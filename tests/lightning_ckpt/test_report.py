@@ -69,6 +69,7 @@ def model_that_keeps_its_count() -> Any:
     return model
 
 
+@pytest.mark.extended_cells("SyncCheckpointIO")
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
 def test_it_says_where_it_resumes_and_what_its_saves_cost(plugin: Any, tmp_path: Path, lines: list[str]) -> None:
     callbacks = [saver(tmp_path), saver(tmp_path / "more", every=4)]

@@ -222,6 +222,18 @@ def fit(case: Restoring, directory: Path, *, ours: bool, save_at: SaveAt | None 
     return outcome(trainer, model)
 
 
+@pytest.mark.extended_cells(
+    "learning rate, accumulation, workers",
+    "learning rate each epoch",
+    "batch size",
+    "both",
+    "saved and restored at the start of fit",
+    "saved and restored in a batch",
+    "rolled back in an epoch",
+    "weights rolled back",
+    "trained apart before training",
+    "trained apart between epochs",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fit_that_restores_is_as_without_us(name: str, tmp_path: Path) -> None:
     expected = fit(CASES[name], tmp_path / "without", ours=False)
@@ -230,6 +242,15 @@ def test_a_fit_that_restores_is_as_without_us(name: str, tmp_path: Path) -> None
     assert found == expected
 
 
+@pytest.mark.extended_cells(
+    "learning rate-3",
+    "batch size each epoch-3",
+    "saved and restored at the start of training-3",
+    "saved and restored in an epoch-3",
+    "rolled back in an epoch-9",
+    "trained apart at the start of training-3",
+    "trained apart between epochs-8",
+)
 @pytest.mark.parametrize(
     ("name", "batches"),
     [

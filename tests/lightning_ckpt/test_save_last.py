@@ -127,6 +127,20 @@ def assert_same_files(scenario: Scenario, settings: dict[str, Any], tmp_path: Pa
             assert not path.is_symlink(), "it would lead nowhere until an asynchronous save is durable"
 
 
+@pytest.mark.extended_cells(
+    "the last",
+    "save_last alone",
+    "all",
+    "best",
+    "worst 2",
+    "all, monitored",
+    "none, monitored",
+    "link alone",
+    "second epochs",
+    "seldom",
+    "one name",
+    "weights",
+)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_two_runs_leave_the_files_that_lightning_would_leave(
     slow_disk: None, settings: dict[str, Any], tmp_path: Path
@@ -137,6 +151,7 @@ def test_two_runs_leave_the_files_that_lightning_would_leave(
 AGAIN = ["the last, save_last", "best 2", "worst 2", "link, best 2", "one name", "epochs"]
 
 
+@pytest.mark.extended_cells("the last, save_last", "worst 2", "epochs")
 @pytest.mark.parametrize("name", AGAIN)
 def test_the_same_trainer_leaves_the_files_that_lightning_would_leave(
     slow_disk: None, name: str, tmp_path: Path
@@ -154,6 +169,15 @@ RESUMED = {
 }
 
 
+@pytest.mark.extended_cells(
+    "the last, save_last",
+    "best 3, save_last",
+    "after validation",
+    "no counter",
+    "always",
+    "epochs",
+    "one name",
+)
 @pytest.mark.parametrize("settings", RESUMED.values(), ids=RESUMED.keys())
 def test_a_resumed_run_leaves_the_files_that_lightning_would_leave(
     slow_disk: None, settings: dict[str, Any], tmp_path: Path
@@ -200,6 +224,7 @@ def test_a_link_leads_to_nothing_in_another_directory(slow_disk: None, plugin: A
     assert not (new / "last.ckpt").is_symlink()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS.keys())
 @pytest.mark.parametrize("save_top_k", [0, 1, -1])
 def test_each_trigger_writes_once(plugin: Any, save_top_k: int, tmp_path: Path) -> None:

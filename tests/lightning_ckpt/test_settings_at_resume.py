@@ -130,6 +130,14 @@ class Ends(Callback):
                 setattr(trainer.fit_loop if "epochs" in name else trainer.fit_loop.epoch_loop, name, value)
 
 
+@pytest.mark.extended_cells(
+    "between-more epochs",
+    "in-fewer steps",
+    "between-another argument",
+    "between-waits",
+    "in-steps",
+    "in-waits no more",
+)
 @pytest.mark.parametrize(
     ("hook", "first", "second", "steps", "told"),
     [

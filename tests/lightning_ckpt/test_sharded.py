@@ -26,6 +26,7 @@ def tail(results: list[Any], since: int) -> list[Any]:
     return [[result["losses"][since:], result["seen"][since:], result["weights"], result["step"]] for result in results]
 
 
+@pytest.mark.extended_cells("mp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_run_goes_on_bit_for_bit(runs: Runs, tmp_path: Path, kind: str) -> None:
     whole = runs.run(tmp_path / "whole", "whole", kind=kind, trainer={"max_steps": 12}, callback=EVERY)
@@ -69,6 +70,7 @@ def test_rank_that_dies_in_a_save_leaves_the_last_checkpoint(runs: Runs, tmp_pat
     assert not [name for name in found[0]["files"] if name.endswith(".ckpt-part")]
 
 
+@pytest.mark.extended_cells("ddp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_numbers_of_ranks_load_the_same_values(runs: Runs, tmp_path: Path, kind: str) -> None:
     first = tmp_path / "2"
@@ -117,6 +119,7 @@ def test_a_run_resumes_from_what_lightnings_own_strategy_has_saved(runs: Runs, t
     }
 
 
+@pytest.mark.extended_cells("mp")
 @pytest.mark.parametrize("kind", ["ddp", "mp"])
 def test_best_last_top_k_and_saves_after_fit(runs: Runs, tmp_path: Path, kind: str) -> None:
     directory = tmp_path / "run"
@@ -173,6 +176,7 @@ def test_resume_walks_back_over_a_damaged_shard(runs: Runs, tmp_path: Path, trai
     assert [len(result["losses"]) for result in found] == [3, 3]
 
 
+@pytest.mark.extended_cells("fsdp-raise")
 @pytest.mark.parametrize(("kind", "on_error"), [("ddp", "raise"), ("mp", "warn"), ("fsdp", "raise")])
 def test_failure_on_one_rank_is_one_on_all(runs: Runs, tmp_path: Path, kind: str, on_error: str) -> None:
     directory = tmp_path / "run"
@@ -199,6 +203,7 @@ def test_failure_on_one_rank_is_one_on_all(runs: Runs, tmp_path: Path, kind: str
         assert "No space left" in found[1]["raised"]["message"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_cannot_save_does_not_leave_the_other_waiting(
@@ -269,6 +274,7 @@ def test_without_the_exact_callback_the_plugin_is_still_used(runs: Runs, tmp_pat
         assert (saved / "after.ckpt" / "manifest.json").exists()
 
 
+@pytest.mark.extended_cells("ddp")
 @pytest.mark.parametrize("kind", ["ddp", "mp"])
 def test_open_accumulation_window_goes_on(runs: Runs, tmp_path: Path, kind: str) -> None:
     trainer = {"max_steps": 4, "accumulate_grad_batches": 3}

@@ -13,7 +13,8 @@ from ckpt_core.storage import storage_for
 from tests.support.servers import Server
 
 ServerOf = Callable[[str], Server]
-PLACES = ("moto", "ceph", "rclone", "azurite", "gcs", "moto fsspec", "ceph fsspec", "azurite fsspec")
+PLACES = ("moto", "azurite", "gcs", "moto fsspec")
+MORE_SERVERS = ("ceph", "rclone", "ceph fsspec", "azurite fsspec")
 LARGE = 11 * 2**20 // 4  # elements: three parts of the smallest size that S3 takes
 
 
@@ -22,7 +23,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_core.storage.uploads.PART_BYTES", 5 * 2**20)
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=[*PLACES, *(pytest.param(name, marks=pytest.mark.extended) for name in MORE_SERVERS)])
 def place(request: pytest.FixtureRequest, server_of: ServerOf) -> tuple[str, dict[str, Any]]:
     kind, _, backend = str(request.param).partition(" ")
     server = server_of(kind)
