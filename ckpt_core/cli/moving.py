@@ -88,6 +88,14 @@ def _transfer_all(options: Options) -> int:
     given = local_path(options.target)
     into = is_many or given.endswith("/") or _is_plain_directory(given, options.target_storage_options)
     _refuse_inside_checkpoint(given if into else os.path.dirname(given), options.target_storage_options)
+    names = {info.name: info.path for info in infos}
+    for info in infos if into else []:
+        if full_path(names[info.name]) != full_path(info.path):  # with --force, one would replace the other
+            raise CheckpointError(
+                f"{names[info.name]} has the same name",
+                path=info.path,
+                remedy=f"{options.verb} them to two directories",
+            )
     if removes:
         infos.sort(key=lambda info: not os.path.islink(info.path))  # links before what they lead to
         for info in infos:

@@ -275,6 +275,16 @@ def test_nothing_is_written_into_a_checkpoint(words: str, home: Path, capfd: Cap
     assert contents(home) == before
 
 
+@pytest.mark.parametrize("words", ["mv run/a.ckpt other/a.ckpt empty -f", "cp run other empty"])
+def test_of_equal_names_none_replaces_the_other(words: str, home: Path, capfd: Capture) -> None:
+    (home / "other").mkdir()
+    shutil.copy(home / "run" / "b.ckpt", home / "other" / "a.ckpt")
+    before = contents(home)
+    assert main(words.split()) == 1
+    assert "other/a.ckpt has the same name" in capfd.readouterr().err
+    assert contents(home) == before
+
+
 def test_links_are_moved_before_what_they_lead_to(home: Path, capfd: Capture) -> None:
     for name, to in {"last.ckpt": "b.ckpt", "last": "c"}.items():
         (home / "run" / name).symlink_to(to)
