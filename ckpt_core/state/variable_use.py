@@ -164,6 +164,8 @@ class Source:
         for one in self._comes_to(name):
             if one in reader.decides or (one in reader.returned and not holds):
                 return True
+            if one in reader.properties - reader.read_names:  # perhaps a library reads it
+                return True
             if one in reader.read_after and not (counts or holds):
                 return True
             if one in reader.ends and not (counts and one not in reader.set_again):
@@ -207,7 +209,7 @@ class _Reader(ast.NodeVisitor):
         self.keeps, self.stored, self.set_by_steps, self.set_to, self.set_again = (set[str]() for _ in range(5))
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
         self.called, self.filled_once, self.cleared, self.logged, self.made = (set[str]() for _ in range(5))
-        self.made_once, self.set_freely = set[str](), set[str]()
+        self.made_once, self.set_freely, self.properties = set[str](), set[str](), set[str]()
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.set_in: dict[str, set[str]] = collections.defaultdict(set)
         # to which constant, by which function, and whether unconditionally
@@ -223,6 +225,7 @@ class _Reader(ast.NodeVisitor):
         self._depth = self._loops = 0
         self._into: set[str] | None = self.decides
         self._is_none: str | None = None  # the name of which that is asked around here
+        self._property: str | None = None  # the property that is computed here
 
     def add(self, other: _Reader) -> None:
         """Know what another one has read, too."""
@@ -472,8 +475,10 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         is_bare = isinstance(node.value, (ast.Name, ast.Attribute, ast.Tuple, ast.Dict))
-        with self._reading(self.returned if is_bare else self.decides):
+        found = set[str]()
+        with self._reading(found if self._property else self.returned if is_bare else self.decides):
             self.generic_visit(node)
+        self._flow(found, {str(self._property)})
 
     def visit_Delete(self, node: ast.Delete) -> None:
         """It ends there."""
@@ -483,6 +488,8 @@ class _Reader(ast.NodeVisitor):
         if isinstance(test, ast.NotIn) or (isinstance(test, ast.In) and isinstance(node.body[-1], ast.Return)):
             self.filled_once.add(str(self._name(node.test.comparators[0])))  # type: ignore[attr-defined]
         into, targets = self._if_only_sets(node.body + node.orelse)
+        if self._property and into is self.ends:  # it decides what the property is
+            into, targets = None, targets | {self._property}
         found = set[str]()
         with self._reading(found if targets else into):
             self.visit(node.test)
@@ -511,7 +518,7 @@ class _Reader(ast.NodeVisitor):
             parts: list[Any] = one.targets if isinstance(one, ast.Assign) else []
             parts = [one.target] if isinstance(one, (ast.AugAssign, ast.AnnAssign)) else parts
             flat = [part for target in parts for part in getattr(target, "elts", [target])]
-            names = {self._goes_to(part) for part in flat}
+            names = {self._goes_to(part) for part in flat} or self._changed(one)
             tells = self._logs(getattr(one, "value", one))
             kinds.add("sets" if names and None not in names else "tells" if tells else _kind(one))
             targets |= {name for name in names if name is not None}
@@ -520,10 +527,21 @@ class _Reader(ast.NodeVisitor):
         # what is saved only when it is the best is another checkpoint
         return (self.ends if kinds & {"ends", "saves"} else None), targets if "sets" in kinds else set()
 
+    def _changed(self, node: ast.stmt) -> set[str | None]:
+        """Return the container that a statement does nothing but add to, or take from."""
+        call = node.value if isinstance(node, ast.Expr) else None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in _CHANGES:
+            return set()
+        parts = [part for one in [*call.args, *call.keywords] for part in ast.walk(one)]
+        name = self._goes_to(call.func.value)
+        return {name} if name in self.made and not any(isinstance(part, ast.Call) for part in parts) else set()
+
     def visit_While(self, node: ast.While) -> None:
+        found, changed = set[str](), [self._changed(one) for one in node.body]
         with self._loop():
-            with self._reading(self.ends):
+            with self._reading(found if all(changed) else self.ends):  # how long a container is
                 self.visit(node.test)
+            self._flow(found, {str(name) for names in changed for name in names})
             self._all(node.body + node.orelse)
 
     def visit_For(self, node: Any) -> None:
@@ -547,7 +565,11 @@ class _Reader(ast.NodeVisitor):
         is_running = (node.name, line) in self._running
         into = self.read_after if self._waits and is_running else self.decides
         self._functions.append((f"{node.name}:{line}", _local_to(node)))
+        decorators = {getattr(one, "attr", getattr(one, "id", "")) for one in node.decorator_list}
+        of = f".{node.name}" if decorators & {"property", "cached_property"} else None
+        self.properties |= {of} if of else set()
         with self._within(
+            _property=of,
             _is_running=is_running,
             _in_class=False,
             _depth=0,

@@ -158,6 +158,75 @@ def test_what_is_set_back(source: Source) -> None:
     assert not source.begins_anew(".best", mark(0.5))  # only if it is a better one
 
 
+RECORDERS = """
+class Recorder:
+    def __init__(self):
+        self.losses: list[float] = []
+        self.total, self.factor, self.scale, self.unread = 0.0, 1.0, 1.0, 0
+
+    def add(self, step, loss):
+        while len(self.losses) <= step:
+            self.losses.append(0.0)
+        self.total += loss - self.losses[step]
+        self.losses[step] = loss
+
+    @property
+    def average(self):
+        count = len(self.losses)
+        if count == 0:
+            return 0.0
+        return self.total / count
+
+    @property
+    def rate(self):
+        return self.factor * self.scale
+
+    @property
+    def num_samples(self):
+        return self.unread + 1
+
+class Window:
+    def __init__(self):
+        self.values, self.queue, self.limit = [], [], 3
+
+    def add(self, value):
+        self.values.append(value)
+        if len(self.values) > 100:
+            self.values.pop(0)
+        while len(self.queue) < self.limit:
+            self.queue.append(next(self.batches))
+        print(self.values)
+
+def train(recorder, optimizer, loss):
+    recorder.factor += 1
+    recorder.unread += 1
+    average = recorder.average
+    logs = {"average": average}
+    accelerator.log(logs)
+    optimizer.lr = recorder.rate
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "decides", "is_logged"),
+    [
+        (".losses", [0.5], False, True),
+        (".total", 0.5, False, True),  # by a property
+        (".factor", 2.0, True, False),  # by a property that decides
+        (".unread", 1.0, True, False),  # by a property that nobody is seen to read
+        (".values", [0.5], False, False),
+        (".limit", 2.0, True, False),  # how many batches are read
+    ],
+)
+def test_what_properties_and_lengths_of_containers_decide(
+    tmp_path: Path, name: str, value: Any, decides: bool, is_logged: bool
+) -> None:
+    (tmp_path / "recorders.py").write_text(RECORDERS)
+    source = Source([str(tmp_path / "recorders.py")])
+    assert source.decides(name, holds=isinstance(value, list)) == decides
+    assert source.is_logged(name) == is_logged
+
+
 MADE = """
 SEED = None
 
