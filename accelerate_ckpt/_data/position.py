@@ -104,7 +104,7 @@ class LoaderPosition:
     def __init__(self, loader: Any, world_size: int, run: Run) -> None:
         self.loader = loader
         self.habit = Habit(run.uses)
-        self.is_restored = self.repeats = False
+        self.is_restored = self.repeats = self._is_yet_to_begin = False
         self.was_there = False  # whether the loader was prepared before a load
         self.outlasted_by: dict[LoaderPosition, int] = {}
         self.resumes_training = False  # whether the run was resumed, and trains on batches of this loader
@@ -216,6 +216,10 @@ class LoaderPosition:
 
     def _make_iterator(self) -> Iterator[Any]:
         self._made = True
+        if self._is_yet_to_begin and self._tracker.method != "load":
+            # a script that keeps states of its stateful loader, too, has set the same place a second time
+            self._internals.forget_loaded_state()
+        self._is_yet_to_begin = False
         self._resumed, self._resume, self._left, self._offered = self._resume, None, None, None
         leave_out, self._leave_out = self._leave_out, 0
         self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
@@ -470,7 +474,8 @@ class LoaderPosition:
         self._iteration_number += 1
         self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
         self._steps, self._offered = int(state.get("finished", 0)), None
-        self.is_restored, self.resumes_training = True, bool(state.get("trained"))
+        self.is_restored = self._is_yet_to_begin = True
+        self.resumes_training = bool(state.get("trained"))
         self.habit.carry(state.get("habit"), state.get("ahead_of_training", 0), idles=bool(state.get("idles")))
         self.loader.iteration = int(state["iteration"])
         understood = self._fits(state) or self._division.obstacle(state) is None

@@ -222,6 +222,11 @@ class Internals:
         if getattr(self.base, "_initial_iter_for_state_dict", False):
             self.base._initial_iter_for_state_dict = False
 
+    def forget_loaded_state(self) -> None:
+        """Let the next iterator of a stateful loader begin where it is told to, not where the script has set it."""
+        if getattr(self.base, "next_iter_state", None) is not None:
+            self.base.next_iter_state = None
+
     @property
     def has_early_iterator(self) -> bool:
         """Whether a stateful loader has made an iterator that was not asked for."""

@@ -192,6 +192,21 @@ def test_left_early_and_saved_then_a_stateful_loader_goes_on() -> None:
     assert Run(2, config=config).restore(run.capture()).epoch() == whole[2:]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [2, STEPS])
+def test_a_script_that_keeps_states_of_its_stateful_loader_too_is_resumed_in_the_same_place(
+    taken: int, workers: int
+) -> None:
+    run = Run(config={"use_stateful_dataloader": True}, num_workers=workers)
+    state, rest, following = run.saved_after(taken)
+    kept = Run(config={"use_stateful_dataloader": True}, num_workers=workers)
+    kept.epoch(taken)
+    again = Run(2, config={"use_stateful_dataloader": True}, num_workers=workers).restore(state)
+    again.loader.load_state_dict(kept.loader.state_dict())
+    epochs = [rest, following] if rest else [following]
+    assert [again.epoch() for _ in epochs] == epochs
+
+
 def test_saved_again_before_going_on() -> None:
     state, rest, following = Run().saved_after(2)
     again = Run(2).restore(state).capture()
