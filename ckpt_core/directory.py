@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.save_outcome import SaveSeries
+from ckpt_core._commit.save_outcome import JointSave, SaveSeries
 from ckpt_core._layouts.directory.loading import DirectoryReader, Placement
 from ckpt_core._layouts.directory.matching import LocalView
 from ckpt_core._pipeline.directory_commit import copy_directory, has_suffix, names_of_files
@@ -312,7 +312,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 begin,
                 target,
                 self._pipeline,
-                self._series.open(target, timeout=self._commit_timeout, of=step, number=number, absent=absent),
+                JointSave(self._series, target, timeout=self._commit_timeout, of=step, number=number, absent=absent),
                 self._plans,
             )
 
@@ -385,7 +385,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         """
         original, path = self.known_as(source), self._name_of(target)
         started = time.perf_counter()
-        open_joint = functools.partial(self._series.open, path, timeout=self._commit_timeout, of=original)
+        open_joint = functools.partial(JointSave, self._series, path, timeout=self._commit_timeout, of=original)
         if self.strategy == "async":
             limit = self._max_pending + 1  # it needs no memory, so it need not wait for the save
             try:

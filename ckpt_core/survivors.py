@@ -244,11 +244,6 @@ class BufferCopies:
         """Those that training changes."""
         return [buffer for index in self._copies for buffer in self._groups[index]]
 
-    @property
-    def have_changed(self) -> bool:
-        """Whether there are any that training changes."""
-        return bool(self._copies)
-
 
 class LiveWeights:
     """The weights of a rank, and whether they are still those of the last noted step.

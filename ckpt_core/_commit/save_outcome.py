@@ -47,28 +47,15 @@ class SaveSeries:
         """Return the other ranks that are known to be dead."""
         return {*self.group.find_dead(), *self.find_dead()}
 
-    def open(
-        self,
-        path: str,
-        *,
-        timeout: float,
-        of: int | str | None = None,
-        number: int | None = None,
-        absent: Callable[[], Collection[int]] | None = None,
-    ) -> JointSave:
-        """Return this rank's part in a save that it will join when the ones before are concluded.
-
-        ``timeout`` is in seconds, for which a rank whose part is done waits for the others. ``of`` tells saves to one
-        path apart: a step, or the path of what is copied. ``number`` is that of the save on rank 0, where the ranks
-        have agreed on it; otherwise they count alike. Rank 0 asks ``absent``, while it waits, for ranks that certainly
-        do not take part.
-        """
-        self.opened += 1
-        return JointSave(self, path, timeout=timeout, of=of, number=number, absent=absent)
-
 
 class JointSave:
-    """This rank's part in one save. Saves of one series are joined and concluded one after the other."""
+    """This rank's part in one save. Saves of one series are joined and concluded one after the other.
+
+    ``timeout`` is in seconds, for which a rank whose part is done waits for the others. ``of`` tells saves to one path
+    apart: a step, or the path of what is copied. ``number`` is that of the save on rank 0, where the ranks have agreed
+    on it; otherwise they count alike. Rank 0 asks ``absent``, while it waits, for ranks that certainly do not take
+    part.
+    """
 
     def __init__(
         self,
@@ -80,6 +67,7 @@ class JointSave:
         number: int | None = None,
         absent: Callable[[], Collection[int]] | None = None,
     ) -> None:
+        series.opened += 1
         self.group = group = series.group
         self.undecided = False  # whether conclude ended without an outcome: another rank may still commit the save
         self._agreed = number

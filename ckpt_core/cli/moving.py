@@ -383,7 +383,7 @@ def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: boo
     If the source is damaged, the target is as it was before, or gone if it was replaced.
     """
     from ckpt_core._commit.rank_group import RankGroup
-    from ckpt_core._commit.save_outcome import SaveSeries
+    from ckpt_core._commit.save_outcome import JointSave, SaveSeries
     from ckpt_core._pipeline import loading
     from ckpt_core._pipeline.directory_commit import copy_directory
 
@@ -408,7 +408,7 @@ def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: boo
     if not is_remote(path):
         storage.remove_orphans(os.path.dirname(path))  # such as this command's, when it was killed before
     if info.is_directory:
-        joint = SaveSeries(RankGroup.alone()).open(path, timeout=600.0)
+        joint = JointSave(SaveSeries(RankGroup.alone()), path, timeout=600.0)
         copy_directory(storage, lambda: (origin, source), path, joint)
     else:
         transfer(origin, source, storage, path)

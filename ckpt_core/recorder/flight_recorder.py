@@ -239,14 +239,11 @@ class FlightRecorder:
                 self._differ(record, differs, "repeats one of the interrupted run")
                 return
             self._equal += 1
-            self._note_noise(record, other)
+            if record.loss is not None and other.loss is not None:
+                self._noise = max(self._noise, abs(record.loss - other.loss))  # NaN is not the larger one
         if record.number >= self._end:
             self._resumes = False
             self._say_equal()
-
-    def _note_noise(self, record: Record, other: Record) -> None:
-        if record.loss is not None and other.loss is not None:
-            self._noise = max(self._noise, abs(record.loss - other.loss))  # NaN is not the larger one
 
     def _say_equal(self) -> None:
         if not self._equal:

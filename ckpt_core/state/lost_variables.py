@@ -449,32 +449,33 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     """
     if not values:
         return []
-    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
-    source = _source_of(held)
-    names = [source.names_of(one.path, None)[-1] for one in held]
+    source, names = _named_in_source(values)
     return [
-        _is_used(source, name, one.value) and source.keeps(name, one.value)
-        for name, one in zip(names, held, strict=True)
+        _is_used(source, name, value) and source.keeps(name, value)
+        for name, (_, _, value) in zip(names, values, strict=True)
     ]
 
 
 def are_made_once(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     """Return which values of objects, as of :func:`are_kept`, are made only where there is nothing yet."""
-    if not values:
-        return []
-    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
-    source = _source_of(held)
-    return [source.is_made_once(source.names_of(one.path, None)[-1]) for one in held]
+    source, names = _named_in_source(values)
+    return [source.is_made_once(name) for name in names]
 
 
 def are_set_in(values: Sequence[tuple[type, str, Any]], functions: Collection[str]) -> list[bool]:
     """Return which values of objects, as of :func:`are_kept`, methods with one of some names set anew."""
-    if not values:
-        return []
-    held = [_Held("", VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
-    source = _source_of(held)
-    names = [source.names_of(one.path, None)[-1] for one in held]
+    source, names = _named_in_source(values)
     return [not source.set_in(name).isdisjoint(functions) for name in names]
+
+
+def _named_in_source(values: Sequence[tuple[type, str, Any]]) -> tuple[Source, list[str]]:
+    """Return what the code does, and by which names it has the values."""
+    source = _source_of([_held_by(*one) for one in values])
+    return source, [source.names_of(f"self.{path}", None)[-1] for _, path, _ in values]
+
+
+def _held_by(owner: type, path: str, value: Any) -> _Held:
+    return _Held("", VALUE, f"self.{path}", None, value, owner)
 
 
 def are_set_back(values: Sequence[tuple[Collection[type], str, Any, str]], *, but: Collection[str] = ()) -> list[bool]:
@@ -487,8 +488,7 @@ def are_set_back(values: Sequence[tuple[Collection[type], str, Any, str]], *, bu
     """
     if not values:
         return []
-    held = [_Held("", VALUE, f"self.{path}", None, value, kind) for kinds, path, value, _ in values for kind in kinds]
-    source = _source_of(held)
+    source = _source_of([_held_by(kind, path, value) for kinds, path, value, _ in values for kind in kinds])
     return [_is_set_back(source, *one, but) for one in values]
 
 

@@ -77,9 +77,8 @@ class LocalFileWriter(FileWriter):
     def write_at(self, offset: int, data: memoryview) -> None:
         try:
             if self._direct and (len(data) % BLOCK or address(data) % BLOCK):
-                self._write_unaligned(offset, data)
-            else:
-                self._write(offset, data)
+                self._leave_direct()
+            self._write(offset, data)
         except OSError as error:
             raise storage_error("write", self._path, error, self._expected_size) from error
 
@@ -94,10 +93,6 @@ class LocalFileWriter(FileWriter):
                 self._leave_direct()
                 continue
             data, offset = data[written:], offset + written
-
-    def _write_unaligned(self, offset: int, data: memoryview) -> None:
-        self._leave_direct()
-        self._write(offset, data)
 
     def _leave_direct(self) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

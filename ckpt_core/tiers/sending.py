@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.save_outcome import SaveSeries
+from ckpt_core._commit.save_outcome import JointSave, SaveSeries
 from ckpt_core._layouts.torch_file.opening import read_stamp
 from ckpt_core._pipeline.directory_commit import copy_directory, read_manifest
 from ckpt_core._pipeline.loading import verify
@@ -106,7 +106,7 @@ class Sender:
 
         if identity.save is None:
             return transfer(local, path, there, remote, when_open=check)
-        joint = self._series.open(remote, timeout=_NO_LIMIT)
+        joint = JointSave(self._series, remote, timeout=_NO_LIMIT)
         is_alone = functools.partial(self._claims.is_alone, os.path.dirname(remote))
         return copy_directory(there, lambda: (local, path), remote, joint, is_alone=is_alone, before_commit=check)
 
@@ -116,7 +116,9 @@ class Sender:
         try:
             if identity.save is None:
                 return there.copy(twin, remote)
-            return copy_directory(there, lambda: (there, twin), remote, self._series.open(remote, timeout=_NO_LIMIT))
+            return copy_directory(
+                there, lambda: (there, twin), remote, JointSave(self._series, remote, timeout=_NO_LIMIT)
+            )
         except CheckpointNotFoundError:
             return None
 

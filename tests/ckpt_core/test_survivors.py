@@ -200,7 +200,7 @@ def test_buffers_go_back_to_where_they_were_after_the_last_step() -> None:
     copies.take()
     kept = {name: buffer.clone() for name, buffer in norm.named_buffers()}
     norm(torch.randn(4, 2))
-    assert copies.have_changed and copies.put_back()
+    assert copies.changed and copies.put_back()
     assert all(torch.equal(buffer, kept[name]) for name, buffer in norm.named_buffers())
 
 

@@ -63,7 +63,7 @@ def together(*actions: Callable[[], Any]) -> list[Any]:
 
 def opened(series: SaveSeries, path: str = "/a", *, timeout: float) -> JointSave:
     """Open a save that is as short, but in which a thread of a busy machine gets to ask the store."""
-    joint = series.open(path, timeout=timeout)
+    joint = JointSave(series, path, timeout=timeout)
     if joint._store is not None:
         joint._store._answer_within = SECONDS
     return joint
@@ -131,7 +131,7 @@ def test_ranks_agree_on_a_token_that_no_other_save_has(series: Any) -> None:
     first, second = series(2)
     other = [SaveSeries(first.group), SaveSeries(second.group)]
     for ranks in ([first, second], other, [first, second]):
-        joints = [s.open("/a", timeout=SECONDS) for s in ranks]
+        joints = [JointSave(s, "/a", timeout=SECONDS) for s in ranks]
         for joint in joints:
             joint.join()
         tokens.append({joint.token for joint in joints})
@@ -178,7 +178,7 @@ def test_a_commit_that_fails(series: Any, error: Exception, expected: tuple[type
 
 def test_a_missing_rank_is_named(series: Any) -> None:
     ranks = series(4)
-    joint = ranks[2].open("/a", timeout=SECONDS)
+    joint = JointSave(ranks[2], "/a", timeout=SECONDS)
     joint.join()  # and then it dies
     results = save_behind(ranks[0], ranks[1], ranks[3])
     assert {kind for kind, _ in failures(results)} == {RankFailedError}
@@ -190,7 +190,7 @@ def test_a_missing_rank_is_named(series: Any) -> None:
 
 def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(series: Any) -> None:
     ranks = series(3)
-    ranks[2].open("/a", timeout=SECONDS).join()  # and then it dies
+    JointSave(ranks[2], "/a", timeout=SECONDS).join()  # and then it dies
     results = together(
         *[lambda s=s: save(s) for s in ranks[:2]],
         lambda: setattr(ranks[0], "find_dead", lambda: [2]),
@@ -205,7 +205,7 @@ def test_a_rank_that_died_before_a_save_fails_it_unless_it_does_not_take_part(se
         RankFailedError, match="rank 1 did not begin the save of /a, and cannot any more: the process has ended"
     ):
         save(ranks[0])
-    joint = ranks[0].open("/b", timeout=SECONDS, absent=lambda: [1])
+    joint = JointSave(ranks[0], "/b", timeout=SECONDS, absent=lambda: [1])
     joint.join()
     assert joint.conclude("report", len) == 2
 
@@ -259,7 +259,7 @@ def test_ranks_find_each_other_again_when_one_has_missed_saves(
             if rank == who_missed and step in missed:
                 continue
             try:
-                joint = ranks[rank].open("/a" if same_path else f"/{step}", timeout=SECONDS, of=step)
+                joint = JointSave(ranks[rank], "/a" if same_path else f"/{step}", timeout=SECONDS, of=step)
                 joint.join()
                 results.append((step, joint.conclude(str(step), lambda texts: len(set(texts)))))
             except RankFailedError as error:
@@ -297,7 +297,7 @@ def test_different_paths_are_an_error_that_names_both(series: Any) -> None:
 def test_a_rank_0_that_is_slow_to_commit_is_waited_for(series: Any) -> None:
     """Each step has the whole time, whatever the ones before have taken."""
     ranks, may_take = series(2), []
-    joint = ranks[1].open("/a", timeout=SECONDS)
+    joint = JointSave(ranks[1], "/a", timeout=SECONDS)
     assert joint._store is not None
     wait = joint._store.wait
 
@@ -318,7 +318,7 @@ def test_rank_0_stays_until_all_have_read_the_outcome(series: Any) -> None:
     order: list[str] = []
 
     def slow_reader() -> int:
-        joint = ranks[1].open("/a", timeout=SECONDS)
+        joint = JointSave(ranks[1], "/a", timeout=SECONDS)
         joint.join()
         line = joint._store
         assert line is not None
@@ -357,7 +357,7 @@ def test_a_rank_0_that_is_gone_is_named(series: Any) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False)
     ranks = SaveSeries(RankGroup(1, 2, client, "session"))
-    joint = ranks.open("/a", timeout=SECONDS)
+    joint = JointSave(ranks, "/a", timeout=SECONDS)
     joint.join()
     del server
     with pytest.raises(RankFailedError, match="rank 0, which keeps the record of a save, is gone") as info:
@@ -412,7 +412,7 @@ def test_a_closed_group_refuses() -> None:
     ranks = SaveSeries(group)
     group.close()
     with pytest.raises(ValueError, match="closed"):
-        ranks.open("/a", timeout=1.0)
+        JointSave(ranks, "/a", timeout=1.0)
     with pytest.raises(ValueError, match="needs a store"):
         RankGroup(0, 2, None, "session")
 
@@ -423,7 +423,7 @@ def test_a_thousand_ranks_report_in_seconds() -> None:
     text = "x" * 50_000
     ranks = [SaveSeries(RankGroup(rank, world, store, "session")) for rank in range(world)]
     for rank in range(1, world):
-        joint = ranks[rank].open("/a", timeout=SECONDS)
+        joint = JointSave(ranks[rank], "/a", timeout=SECONDS)
         joint.join()
         assert joint._store is not None
         joint._store.set(joint._key(f"report/{rank}"), f'[["/a", null], null]\n{text}')

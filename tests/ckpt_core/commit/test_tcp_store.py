@@ -113,9 +113,9 @@ def test_a_report_that_no_rank_has_written_commits_nothing(
 ) -> None:
     """A stranger who lists the keys, and knows all formats, reports for rank 1."""
     monkeypatch.setattr(announcement_module, "_LINGER", 0.0)
-    save: JointSave = SaveSeries(ranks[0]).open("a.ckpt", timeout=60)
+    save: JointSave = JointSave(SaveSeries(ranks[0]), "a.ckpt", timeout=60)
     recording: Any = Recording()
-    genuine = SaveSeries(RankGroup(1, 2, recording, ranks[0].session)).open("a.ckpt", timeout=0.01)
+    genuine = JointSave(SaveSeries(RankGroup(1, 2, recording, ranks[0].session)), "a.ckpt", timeout=0.01)
     assert genuine._store is not None
     genuine._store._answer_within = 60.0  # on a busy machine, a thread takes more than 0.01 s to ask
     genuine.join()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, Kind, Part, RankGroup, SnapshotTornError, StorageError
-from ckpt_core._commit.save_outcome import SaveSeries
+from ckpt_core._commit.save_outcome import JointSave, SaveSeries
 from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.save import Pipeline, Save
@@ -38,7 +38,7 @@ def save_of(layout: str, pipeline: Pipeline, tensor: torch.Tensor, storage: Stor
         lambda: UnchangedFiles(rank=0, world_size=1, divide_replicated=False).begin(storage, str(path)),
         str(path),
         pipeline,
-        SaveSeries(RankGroup.alone()).open(str(path), timeout=60.0),
+        JointSave(SaveSeries(RankGroup.alone()), str(path), timeout=60.0),
         WritePlanCache(),
     )
 
