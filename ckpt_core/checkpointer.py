@@ -137,7 +137,7 @@ class CheckpointerBase:
 
     def _uploader_of(self, path: str) -> Uploader | None:
         """Return the uploader of a checkpoint, or of a directory of them; None if this process does not upload."""
-        return self._uploader if self._uploader is not None and self._uploader.covers(path) else None
+        return self._uploader if self._tiers is not None and self._tiers.covers(path) else None
 
     @staticmethod
     def _committed_by(path: str) -> str:

@@ -13,9 +13,9 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from accelerate_ckpt._data.scripts_that_skip import Habit, Next, Opening, Uses
+from accelerate_ckpt._data.scripts_that_skip import Habit, Next, Opening
 from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
 from accelerate_ckpt._recording import Fetched
@@ -53,47 +53,10 @@ class _Moment:
     dataset_generators: Mapping[str, Any]
 
 
-class Run(Protocol):
-    """What a loader has to know of the run."""
-
-    uses: Uses
-
-    def take_rng(self) -> RngState | None:
-        """Return the generators of the save for the first loader that resumes."""
-
-    def take_rng_of_epoch(self) -> RngState | None:
-        """Return them for the first loader that begins an epoch, if it is to begin with them."""
-
-    def step_back(self) -> Callable[[], None]:
-        """Return what brings the micro-batch counter back to where it is."""
-
-    def watch_models(self) -> None:
-        """Note the next forward pass."""
-
-    def asks(self, position: LoaderPosition) -> None:
-        """Note that the script asks for a batch, and is done with the one before it."""
-
-    def leaves(self) -> None:
-        """A loop is left before its end."""
-
-    def offers(self) -> None:
-        """Note that the script is given a batch of which it may make no use."""
-
-    def begins(self, position: LoaderPosition) -> None:
-        """Note that the script begins to iterate over a loader."""
-
-    def ends(self, position: LoaderPosition) -> None:
-        """Note that the script has gone through a whole loader."""
-
-    def hands_out(self, position: LoaderPosition) -> None:
-        """Note that the script is given a batch."""
-
-    def reads_otherwise(self, cause: str) -> None:
-        """Note that what was read again was not what had been read."""
-
-
 class LoaderPosition:
     """Follows one loader that Accelerate has prepared, for a run of so many ranks.
+
+    ``run`` is the :class:`~accelerate_ckpt._data.loaders.LoaderPositions` that it is one of.
 
     Attributes:
         outlasted_by: Loaders that were in the middle of an iteration when this one's ended, and how many batches they
@@ -101,7 +64,7 @@ class LoaderPosition:
         repeats: Whether the script trains on as if this loader had no end, such as ``itertools.cycle`` makes it look.
     """
 
-    def __init__(self, loader: Any, world_size: int, run: Run) -> None:
+    def __init__(self, loader: Any, world_size: int, run: Any) -> None:
         self.loader = loader
         self.habit = Habit(run.uses)
         self.is_restored = self.repeats = self._is_yet_to_begin = False

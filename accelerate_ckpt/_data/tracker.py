@@ -29,7 +29,7 @@ class ShardSampler(RecordingSampler):
     ranks, and not of Accelerate's division of it.
     """
 
-    _kept = frozenset({"source", "whole", "carried", "leave_out"})
+    _own = RecordingSampler._own | {"source", "whole", "carried", "leave_out"}
 
     def __init__(self, inner: Any, loader: object) -> None:
         super().__init__(inner, loader)
@@ -47,17 +47,6 @@ class ShardSampler(RecordingSampler):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.whole)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ShardSampler._kept:
-            raise AttributeError(name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ShardSampler._kept:
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         # also in a pass that begins in the middle: scripts compute their epoch from it

@@ -23,7 +23,7 @@ class MemorySnapshots:
     def __init__(
         self, tier: MemoryTier, agreement: Agreement, ranks: RankGroup, strategy: str, **settings: Any
     ) -> None:
-        self._tier = tier
+        self.tier = tier
         self._name = "snapshot-{}"  # no name of a checkpoint, whose number may stand for something else than a step
         self._saves = True
         try:
@@ -40,32 +40,25 @@ class MemorySnapshots:
             atexit.register(self._at_exit)
 
     def _look(self, token: str) -> None:
-        if not self._tier.is_seen(token):
+        if not self.tier.is_seen(token):
             raise RankFailedError("the ranks do not share one memory")
 
     def stop(self, reason: object) -> None:
         """Take no more snapshots; called on all ranks together, without a reason on those that do not warn."""
         if reason is not None:
-            self._tier.fail(reason)
+            self.tier.fail(reason)
         self._saves = False
-
-    def covers(self, path: Any) -> bool:
-        return self._tier.covers(path)
 
     def found(self) -> list[CheckpointInfo]:
         """Return the snapshots that are there, for look-ups; they do not say their step, which is no number of ours."""
-        directory = self._tier.found() if self._saves else None  # what not all ranks see cannot be loaded
-        found = [] if directory is None else Catalog(directory, suffix="", storage=self._tier.storage).checkpoints()
+        directory = self.tier.found() if self._saves else None  # what not all ranks see cannot be loaded
+        found = [] if directory is None else Catalog(directory, suffix="", storage=self.tier.storage).checkpoints()
         return [dataclasses.replace(info, step=None) for info in found]
-
-    def resumed(self, step: int) -> None:
-        """Count from the step of a checkpoint that was loaded."""
-        self._tier.begin_at(step)
 
     def due(self, session: Any) -> str | None:
         """Return where to save a snapshot now, None if none is due; called by all ranks after each step."""
         step = session.step
-        if not self._saves or not self._tier.due(step) or session.window_is_open:
+        if not self._saves or not self.tier.due(step) or session.window_is_open:
             return None
         reason = path = None
         if session.step_of_all is None:
@@ -76,19 +69,11 @@ class MemorySnapshots:
             self.stop(reason if session.rank == 0 else None)
             return None
         if session.rank == 0:
-            path = self._tier.next_path(step, self._name, is_busy=self.checkpointer.is_busy)
+            path = self.tier.next_path(step, self._name, is_busy=self.checkpointer.is_busy)
         found: str | None = session.agreement.announce("memory", path)
-        if found is not None and self._tier.machines > 1:
-            self._tier.make_room(found)
+        if found is not None and self.tier.machines > 1:
+            self.tier.make_room(found)
         return found
-
-    def took(self, seconds: float) -> None:
-        """Note for how long training stood still."""
-        self._tier.took(seconds)
-
-    def failed(self, error: Exception) -> None:
-        """Note that no snapshot could be saved; rank 0 names no place for another one then."""
-        self._tier.fail(error)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -96,19 +81,19 @@ class MemorySnapshots:
         """Let the snapshots be, for the next start."""
         atexit.unregister(self._at_exit)
         self.checkpointer.close(raises=False)
-        self._tier.leave()
+        self.tier.leave()
 
     def end(self, session: Any) -> None:
         """Delete the snapshots: the run has ended as it should, and its checkpoints are durable."""
         atexit.unregister(self._at_exit)
         self.checkpointer.close(raises=False)
-        if words := self._tier.in_words():
+        if words := self.tier.in_words():
             session.announce(words)
-        self._tier.end()
+        self.tier.end()
 
     def _at_exit(self) -> None:
         self.checkpointer.close(raises=False)
         if getattr(sys, "last_value", None) is None:
-            self._tier.end()
+            self.tier.end()
         else:  # an exception has ended the program
-            self._tier.leave()
+            self.tier.leave()

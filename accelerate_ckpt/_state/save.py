@@ -105,8 +105,8 @@ def save_snapshot(session: Session) -> None:
         if not is_sharded(session.accelerator):
             wait_if_small(memory.checkpointer, tensor_sizes(parts))
     except Exception as error:  # noqa: BLE001 - as above
-        memory.failed(error)
-    memory.took(time.monotonic() - begin)
+        memory.tier.fail(error)  # after which rank 0 names no place for another one
+    memory.tier.took(time.monotonic() - begin)
 
 
 def _raise(error: Exception, _: str) -> None:

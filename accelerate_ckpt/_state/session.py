@@ -299,15 +299,17 @@ class Session:
         self.resumed = self.accelerator.resumed = point
         self.report.resumed()
         if self.memory is not None:
-            self.memory.resumed(self.step)
+            self.memory.tier.begin_at(self.step)
 
     def reader_of(self, path: str) -> DirectoryCheckpointer:
         """Return what reads a checkpoint."""
-        return self.memory.checkpointer if self.memory is not None and self.memory.covers(path) else self.checkpointer
+        return (
+            self.memory.checkpointer if self.memory is not None and self.memory.tier.covers(path) else self.checkpointer
+        )
 
     def place_of(self, path: str) -> str:
         """Return the checkpoint, or for a snapshot in memory one beside those on the disk: records lie beside them."""
-        if self.memory is not None and self.memory.covers(path):
+        if self.memory is not None and self.memory.tier.covers(path):
             path = os.path.join(directory_of_run(self), os.path.basename(path))
         return self.checkpointer.known_as(path)
 

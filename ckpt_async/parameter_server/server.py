@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from ckpt_async.consistent_cut import COORDINATOR, CutShard, ShardState
@@ -100,18 +100,18 @@ class ParameterServer(Participant):
             while not self._stopped.wait(_TICK):
                 with self._lock:
                     self._perform(self._shard.tick(time.monotonic()))
-                self._copy_blocks()
+                self._by_blocks(self.state.copy_a_block)
                 self._watch.look([COORDINATOR])
         finally:
             self.close()
         self.check()
 
-    def _copy_blocks(self) -> None:
-        """Finish the copy that a snapshot has begun, letting others in between two blocks."""
+    def _by_blocks(self, copy: Callable[[], bool]) -> None:
+        """Finish a copy that a snapshot has begun, letting others in between two blocks."""
         more = True
         while more:
             with self._lock:
-                more = self.state.copy_a_block()
+                more = copy()
             time.sleep(0)
 
     def _on_request(self, frame: Frame) -> Frame | None:
@@ -152,10 +152,7 @@ class ParameterServer(Participant):
                 self.state.release(effect.copy)
 
     def _write_copy(self, effect: PersistShard, shadow: ShadowState) -> str:
-        more = True
-        while more:
-            with self._lock:
-                more = shadow.save_next_block()
+        self._by_blocks(shadow.save_next_block)
         participant = {
             "name": self.name,
             "cut": effect.cut.to_pairs(),

@@ -206,7 +206,7 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
         length: int = _LENGTH.unpack(reader.read(0, _LENGTH.size))[0] if reader.size >= _LENGTH.size else 0
         if not 2 <= length <= min(LARGEST_HEADER, reader.size - _LENGTH.size):
             raise ValueError(f"it cannot be {length} bytes long in a file of {reader.size}")
-        entries = json.loads(reader.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=_unique)
+        entries = json.loads(reader.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=unique)
         entries.pop("__metadata__", None)
         begin = _LENGTH.size + length
         found = {name: _stored_tensor(name, entry, begin, reader.path) for name, entry in entries.items()}
@@ -231,10 +231,11 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON that has these pairs, each name once."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("an object has a key twice")
     return found
 
 

@@ -37,13 +37,7 @@ def add_commands(commands: Commands) -> None:
         "target", metavar="TARGET", help="path or URL; of other programs' layouts, a new local directory"
     )
     convert.add_argument("--to", required=True, choices=_LAYOUTS, help="the layout")
-    convert.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
-    convert.add_argument(
-        "--prefix", help="safetensors: left out of the tensors' names (default: what all of them begin with)"
-    )
-    convert.add_argument(
-        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
-    )
+    _add_model(convert)
     convert.add_argument(
         "--allow-pickle",
         "--trust-pickle",
@@ -61,14 +55,7 @@ def add_commands(commands: Commands) -> None:
     export.add_argument("path", metavar="SOURCE", help="a checkpoint; path or URL")
     export.add_argument("target", metavar="TARGET", help="a new local directory")
     _add_format(export)
-    export.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
-    export.add_argument(
-        "--prefix",
-        help="safetensors: only tensors whose names begin with it, which is left out (default: what all begin with)",
-    )
-    export.add_argument(
-        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
-    )
+    _add_model(export)
 
     bring = commands.add(
         "import",
@@ -82,6 +69,17 @@ def add_commands(commands: Commands) -> None:
     bring.add_argument("--part", default="model", help="safetensors: the part that the model becomes (model)")
     bring.add_argument("--only", nargs="+", metavar="KEY", help="dcp: first keys of what is wanted of the state")
     _add_force(bring)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
+    parser.add_argument(
+        "--prefix",
+        help="safetensors: only tensors whose names begin with it, which is left out (default: what all begin with)",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
+    )
 
 
 def _add_force(parser: argparse.ArgumentParser) -> None:

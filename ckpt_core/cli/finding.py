@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpt_core.cli.output import count
 from ckpt_core.cli.parser import STORE_OPTIONS
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -85,7 +86,7 @@ class Found:
             return foreign
         text = f"no checkpoints in {self.path}"
         if self.others:
-            text += f" ({self.others} other file{'s' * (self.others > 1)})"
+            text += f" ({count(self.others, 'other file')})"
         places = walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT, failures={})
         below = list(itertools.islice(places, _DIRECTORIES_OF_A_HINT))
         full = [found for found in below if found.checkpoints]
@@ -114,9 +115,8 @@ def no_checkpoint(found: Found, storage_options: dict[str, Any] | None) -> Check
         return CheckpointFormatError(text, path=found.path)
     first = next((info for info in found.checkpoints if info.is_readable), None)
     newest = f"; the newest is {first.path}" if first is not None else ""
-    number = f"{len(found.checkpoints)} checkpoint{'s' * (len(found.checkpoints) != 1)}"
     return CheckpointFormatError(
-        f"this is a directory of {number}, not a checkpoint{newest}",
+        f"this is a directory of {count(len(found.checkpoints), 'checkpoint')}, not a checkpoint{newest}",
         path=found.path,
         remedy=f"ckpt ls {found.path}",
     )

@@ -333,7 +333,7 @@ class PlainState:
         return values
 
     @contextlib.contextmanager
-    def lent(self, values: Mapping[str, Any]) -> Iterator[None]:
+    def temporarily(self, values: Mapping[str, Any]) -> Iterator[None]:
         """Put captured values back for a while."""
         before = self.copy(values)
         self.restore(values)

@@ -84,11 +84,11 @@ class Carried:
         }
 
     @contextlib.contextmanager
-    def lent(self, values: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    def temporarily(self, values: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         """Put captured values back for a while."""
-        with contextlib.ExitStack() as lent:
+        with contextlib.ExitStack() as stack:
             for name in values.keys() & self._plain.keys():
-                lent.enter_context(self._plain[name].lent(values[name]))
+                stack.enter_context(self._plain[name].temporarily(values[name]))
             yield
 
     def restore_values(self, values: Mapping[str, Mapping[str, Any]]) -> None:

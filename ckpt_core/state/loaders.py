@@ -385,12 +385,12 @@ class LoaderTracker:
 
     def _length_with(self, state: Mapping[str, Any]) -> int | None:
         """Return the length with what the run has changed, as a dataset that grows from epoch to epoch."""
-        with contextlib.ExitStack() as lent:
-            lent.enter_context(self.carried.lent(state.get("carried", {}).get("values", {})))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.carried.temporarily(state.get("carried", {}).get("values", {})))
             if self.sampler is not None:
-                lent.enter_context(self.sampler.plain.lent(state.get("values", {})))
+                stack.enter_context(self.sampler.plain.temporarily(state.get("values", {})))
                 sampler = self.sampler.drawn_from()
-                lent.callback(restore_counters, sampler, capture_counters(sampler))
+                stack.callback(restore_counters, sampler, capture_counters(sampler))
                 restore_counters(sampler, state.get("counters", {}))
             with contextlib.suppress(TypeError, NotImplementedError):
                 return len(self.loader)

@@ -217,8 +217,7 @@ def capture_generator(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         state = generator.get_state()
         return state if generator.device.type == "cpu" else {"torch": state, "device": generator.device.type}
-    if isinstance(generator, np.random.Generator):
-        return _encode_any(dict(generator.bit_generator.state))
+    generator = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     if isinstance(generator, np.random.BitGenerator):
         return _encode_any(dict(generator.state))
     if isinstance(generator, np.random.RandomState):
@@ -229,6 +228,7 @@ def capture_generator(generator: Any) -> Any:
 
 def restore_generator(generator: Any, state: Any, path: str = "") -> None:
     """Set a generator to what :func:`capture_generator` returned; ``path`` is where its owner has it."""
+    generator = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     if isinstance(generator, torch.Generator):
         saved: Any = state.get("torch") if isinstance(state, dict) else state
         device = state.get("device") if isinstance(state, dict) else None
@@ -244,8 +244,6 @@ def restore_generator(generator: Any, state: Any, path: str = "") -> None:
             )
             return
         generator.set_state(saved.cpu())
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _decode_any(state)
     elif isinstance(generator, np.random.BitGenerator):
         generator.state = _decode_any(state)
     elif isinstance(generator, np.random.RandomState):

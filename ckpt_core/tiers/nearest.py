@@ -132,21 +132,6 @@ class TieredStorage(Storage):
         except CheckpointNotFoundError:
             return transfer(self.remote, self.tiers.remote_path(source), self.local, local_target)
 
-    def put_file(self, source: str, target: str) -> None:
-        self.local.put_file(source, self.tiers.local_path(target))
-
-    def begin_directory(self, path: str, token: str) -> str:
-        return self.local.begin_directory(self.tiers.local_path(path), token)
-
-    def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
-        self.local.publish_directory(self.tiers.local_path(path), token, manifest, gone=gone)
-
-    def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
-        self.local.discard_directory(self.tiers.local_path(path), token, names)
-
-    def leave_directory(self, path: str, token: str) -> None:
-        self.local.leave_directory(self.tiers.local_path(path), token)
-
     def remove(self, path: str) -> None:
         self.local.remove(self.tiers.local_path(path))
         self.remove_upload(path)

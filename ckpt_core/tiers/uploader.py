@@ -50,10 +50,6 @@ class Uploader:
         if isinstance(event, SaveCommitted) and self._tiers.covers(event.path):
             self.upload(event.path)
 
-    def covers(self, path: str) -> bool:
-        """Return whether ``path`` lies in one of the tiers."""
-        return self._tiers.covers(path)
-
     def uploaded_in(self, directory: str) -> list[str]:
         """Return the local paths of the checkpoints of a directory that are in the remote tier, which is asked once."""
         return self._sender.uploaded_in(directory)

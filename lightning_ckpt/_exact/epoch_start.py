@@ -80,7 +80,7 @@ class EpochStart:
             self._quiet(),
             self._kept_metrics(module),
             self._kept_optimizers(schedulers),
-            self._groups.lent(begun.get("groups")),
+            self._groups.temporarily(begun.get("groups")),
             self._kept_weights(module),
         ):
             begin()

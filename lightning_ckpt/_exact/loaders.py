@@ -52,15 +52,11 @@ READ_IN_A_THREAD = (
 class _DivisibleSampler(RecordingSampler):
     """Stands in front of a batch sampler; with a ``division``, yields this rank's batches of it for one pass."""
 
+    _own = RecordingSampler._own | {"division"}
+
     def __init__(self, inner: Any, loader: object) -> None:
         self.division: EpochShare | None = None
         super().__init__(inner, loader)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "division":
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def make_iterator(self) -> Any:
         return super().make_iterator() if self.division is None else iter(self.division)

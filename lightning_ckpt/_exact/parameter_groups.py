@@ -44,7 +44,7 @@ class ParameterGroups:
             return None
 
     @contextlib.contextmanager
-    def lent(self, before: Groups | None) -> Iterator[None]:
+    def temporarily(self, before: Groups | None) -> Iterator[None]:
         """Let hooks find the groups of ``before`` (None for those that were made), which they may change.
 
         Where a callback has given them back, it knows that it finds them changed.

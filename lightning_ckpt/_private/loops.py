@@ -13,6 +13,7 @@ import datetime
 import functools
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -67,24 +68,11 @@ def given_to(fabric: Any) -> list[Any]:
     return [getattr(fabric.strategy, "_checkpoint_io", None), *fabric._callbacks]
 
 
-class _FoundCheckpoint:
-    """Answers for a filesystem what the Trainer asks about the checkpoint that was found for ``"last"``."""
-
-    def __init__(self, modified: float) -> None:
-        self._modified = datetime.datetime.fromtimestamp(modified, tz=datetime.timezone.utc)
-
-    def exists(self, path: str) -> bool:
-        return True
-
-    def modified(self, path: str) -> datetime.datetime:
-        return self._modified
-
-
 def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
     """Let the Trainer know a checkpoint on a store, and when it was committed (Unix time), without looking for it."""
     connector = sys.modules[type(trainer._checkpoint_connector).__module__]
     original = connector.get_filesystem
-    known: dict[str, _FoundCheckpoint] | None = getattr(original, "found_checkpoints", None)
+    known: dict[str, Any] | None = getattr(original, "found_checkpoints", None)
     if known is None:
         known = {}
 
@@ -95,7 +83,9 @@ def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
 
         get_filesystem.found_checkpoints = known  # type: ignore[attr-defined]
         connector.get_filesystem = get_filesystem  # type: ignore[attr-defined]
-    known[path] = _FoundCheckpoint(modified)
+    date = datetime.datetime.fromtimestamp(modified, tz=datetime.timezone.utc)
+    # a filesystem, as far as the Trainer asks one about what was found for "last"
+    known[path] = types.SimpleNamespace(exists=lambda _: True, modified=lambda _: date)
 
 
 class Internals:

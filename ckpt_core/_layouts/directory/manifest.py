@@ -23,6 +23,7 @@ from ckpt_core._layouts.safetensors import (
     UnknownTypeError,
     check_known,
     dtype_name,
+    unique,
 )
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import ALGORITHM, digest
@@ -106,7 +107,7 @@ class Manifest:
         """
         _check_bytes(data, path)
         try:
-            known = json.loads(data, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+            known = json.loads(data, object_pairs_hook=unique, parse_float=_finite, parse_constant=_no_constant)
             return dataclasses.replace(_manifest(known), stamp=Stamp.read(data))
         except UnknownTypeError as error:
             raise error.refusal(path) from error
@@ -191,13 +192,6 @@ def _refuse_version(version: int, path: str) -> NoReturn:
             remedy="load it with the unreleased version of ckpt_core that wrote it, and save it again with this one",
         )
     raise CheckpointFormatError(message, path=path, remedy="upgrade ckpt_core to the version that wrote the checkpoint")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
 
 
 def _finite(text: str) -> float:
