@@ -49,6 +49,7 @@ def test_an_alarm_is_true_if_the_attribute_that_it_names_was_another_one(calls: 
     assert compare(base, resumed, "early").verdict == verdict
 
 
+@pytest.mark.extended
 def test_resumes_on_a_device_are_exact_or_said_too(unavailable: Callable[[str], NoReturn]) -> None:
     if find_compiler() is None:
         unavailable("no C++ compiler for the simulated device")

@@ -129,6 +129,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     "inside validation-stock",
     "max_steps, epoch end-stock",
     "two ranks, sampler of the user, epoch end-stock",
+    "two ranks, workers, accumulation-stock",
     "plain-lightning_ckpt.io:SyncCheckpointIO",
     "two ranks, workers, accumulation-lightning_ckpt.io:SyncCheckpointIO",
 )

@@ -48,7 +48,9 @@ def judged(fork_script: ScriptRunner, directory: Path, name: str, *points: Point
     return [found[point.name] for point in points]
 
 
-@pytest.mark.extended_cells("loader: two workers, counted noise-points2", "model: grows-points3")
+@pytest.mark.extended_cells(
+    "trainer: validates in mid-epoch-points1", "loader: two workers, counted noise-points2", "model: grows-points3"
+)
 @pytest.mark.parametrize(
     ("name", "points"),
     [
@@ -125,6 +127,7 @@ def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
     ]
 
 
+@pytest.mark.extended_cells("loader: random_split-data")
 @pytest.mark.parametrize(
     ("name", "differs"),
     [

@@ -70,7 +70,7 @@ def test_rank_that_dies_in_a_save_leaves_the_last_checkpoint(runs: Runs, tmp_pat
     assert not [name for name in found[0]["files"] if name.endswith(".ckpt-part")]
 
 
-@pytest.mark.extended_cells("ddp")
+@pytest.mark.extended_cells("ddp", "mp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_numbers_of_ranks_load_the_same_values(runs: Runs, tmp_path: Path, kind: str) -> None:
     first = tmp_path / "2"

@@ -201,6 +201,26 @@ def test_tensors_larger_than_a_window_and_across_windows(strategy: str, tmp_path
         assert_same_state(loaded, state)
 
 
+@pytest.mark.extended_cells(
+    "8",
+    "16",
+    "24",
+    "40",
+    "48",
+    "56",
+    "72",
+    "80",
+    "88",
+    "104",
+    "112",
+    "120",
+    "136",
+    "144",
+    "152",
+    "168",
+    "176",
+    "184",
+)
 @pytest.mark.parametrize("short", [*range(0, 200, 8), 4032, 4096])
 def test_headers_that_meet_the_end_of_a_window(short: int, tmp_path: Path) -> None:
     state = {

@@ -61,6 +61,7 @@ def values(tensor: torch.Tensor) -> list[float]:
     return tensor.cpu().unique().tolist()
 
 
+@pytest.mark.each_value
 @both_strategies
 @both_layouts
 def test_every_dtype_and_shape_comes_back(tmp_path: Path, layout: str, strategy: str, accelerator: Accelerator) -> None:
@@ -75,6 +76,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, layout: str, strategy:
     assert_same_state({name: tensor.contiguous() for name, tensor in found.items()}, expected)
 
 
+@pytest.mark.each_value
 @both_strategies
 @both_layouts
 def test_what_is_queued_before_is_saved_and_what_is_queued_after_is_not(
@@ -89,6 +91,7 @@ def test_what_is_queued_before_is_saved_and_what_is_queued_after_is_not(
     assert values(weight) == [2.0]
 
 
+@pytest.mark.each_value
 @both_strategies
 @both_layouts
 def test_a_state_that_another_stream_computes_is_waited_for(
@@ -103,6 +106,7 @@ def test_a_state_that_another_stream_computes_is_waited_for(
     assert values(found["weight"]) == [1.0]
 
 
+@pytest.mark.each_value
 @both_strategies
 @both_layouts
 def test_states_of_several_devices_are_waited_for(
@@ -121,6 +125,7 @@ def test_states_of_several_devices_are_waited_for(
     assert accelerator.module.current_device() == 0
 
 
+@pytest.mark.each_value
 @both_strategies
 @both_layouts
 def test_views_that_are_only_marked_as_conjugate_or_negative_are_saved_by_value(

@@ -217,6 +217,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_time, "_clock", StoppedClock())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bytes_as_ever(case: str, strategy: str, stopped_clock: None, tmp_path: Path) -> None:

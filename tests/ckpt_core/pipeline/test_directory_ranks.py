@@ -160,6 +160,7 @@ print(json.dumps([[first, second, third], names, listing("run")]))
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "full"])
 def test_a_rank_that_does_not_finish_fails_the_save_on_all(
@@ -225,6 +226,7 @@ print(json.dumps([outcome, names, listing("run")]))
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, fork_script: ScriptRunner) -> None:
@@ -510,6 +512,7 @@ print(json.dumps([rows, listing("run")]))
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("max_pending", [1, 2])
 def test_ranks_save_again_after_one_has_raised_at_once(

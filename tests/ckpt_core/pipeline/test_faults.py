@@ -143,6 +143,7 @@ def prepare(action: str, directory: Path) -> Path:
     return path
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("action", ACTIONS)
@@ -236,6 +237,7 @@ def test_a_removal_that_fails(strategy: Any, code: int, tmp_path: Path, caplog: 
     assert os.listdir(path.parent) == []
 
 
+@pytest.mark.extended_cells("2", "3")
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_a_disk_that_fills_up_after_some_windows(number: int, tmp_path: Path) -> None:
     path = prepare("save again", tmp_path / "run")
@@ -284,6 +286,7 @@ ERRORS: list[OSError] = [
 LOOKS = ("remove_orphans", "list", "list_directories")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reply_lost", [False, True], ids=["", "reply lost"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

@@ -170,6 +170,7 @@ def test_a_save_inside_of_a_closure_is_waited_for(
         assert_same_state(training.load(), expected)
 
 
+@pytest.mark.each_value
 @both_layouts
 @pytest.mark.parametrize("closure", [None, lambda: 0.0])
 def test_a_save_inside_of_a_hook_before_the_step_is_waited_for(
@@ -349,6 +350,7 @@ def test_what_a_save_does_on_the_host_does_not_depend_on_the_size(
 # ---- changes that nobody announces -----------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @both_layouts
 @pytest.mark.parametrize("name", ["weight", "momentum_buffer of weight"])
 def test_a_change_that_no_hook_sees_fails_the_save_and_later_ones_wait(

@@ -63,6 +63,7 @@ def assert_usable(pipeline: Pipeline, layout: str, path: Path) -> None:
     pipeline.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, StorageError])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("method", ["take", "complete"])

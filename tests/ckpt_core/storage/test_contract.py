@@ -54,10 +54,12 @@ class TestContract(StorageContract):
     def storage(self, place: Place) -> Storage:
         return storage_at(place)
 
+    @pytest.mark.each_value
     @pytest.mark.parametrize("size", [0, 1, 4097, 6 * MIB + 17])
     def test_what_is_written_is_read(self, size: int, storage: Storage, root: str) -> None:
         super().test_what_is_written_is_read(size, storage, root)
 
+    @pytest.mark.each_value
     @pytest.mark.parametrize("size", [3 * WINDOW, 3 * WINDOW + 5 * MIB + 4711], ids=["whole parts", "and a rest"])
     def test_a_large_file_from_several_threads(self, size: int, storage: Storage, root: str) -> None:
         path = f"{root}/large.ckpt"

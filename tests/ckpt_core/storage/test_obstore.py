@@ -302,6 +302,7 @@ def test_a_name_that_obstore_would_change(server_of: ServerOf) -> None:
         assert [entry["Key"] for entry in found["Contents"]] == [name]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 @pytest.mark.parametrize("size", [0, 1, 5 * 2**20 - 1, 5 * 2**20, 5 * 2**20 + 1, 11 * 2**20])
 def test_pieces_of_any_size(backend: str, size: int, server_of: ServerOf) -> None:

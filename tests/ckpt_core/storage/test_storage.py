@@ -123,6 +123,7 @@ class StorageContract:
                 reader.read_into(0, memoryview(data))
             return bytes(data)
 
+    @pytest.mark.each_value
     @pytest.mark.parametrize("size", [0, 1, 511, 4095, 4096, 4097, 16384, 50_001, 6 * 2**20 + 17])
     def test_what_is_written_is_read(self, size: int, storage: Storage, root: str) -> None:
         data = tensor_of(torch.uint8, size).numpy().tobytes()
@@ -252,6 +253,7 @@ class StorageContract:
         storage.remove(f"{root}/a.ckpt")
         assert list(storage.remove_orphans(root)) == []
 
+    @pytest.mark.each_value
     @pytest.mark.parametrize("strategy", ["sync", "async"])
     def test_saves_loads_and_verifies(self, strategy: Any, place: tuple[str, dict[str, Any] | None]) -> None:
         root, options = place
