@@ -39,6 +39,7 @@ class SeesTypes(Callback):
         self.seen.append({parameter.dtype for parameter in pl_module.parameters()} | set(states))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_weights_that_are_converted_after_they_are_restored(precision: str, at: Any, tmp_path: Path) -> None:

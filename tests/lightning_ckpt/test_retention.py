@@ -97,6 +97,7 @@ def test_resumed_run_knows_what_was_kept_under_names_with_slashes(tmp_path: Path
 RANKED = {"monitor": "score", "save_top_k": 2, "save_last": True}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO])
 @pytest.mark.parametrize("filename", ["{step}", "at/{step}"])
 def test_the_best_ones_of_a_run_move_with_its_directory(tmp_path: Path, plugin: Any, filename: str) -> None:
@@ -141,6 +142,7 @@ def test_another_directory_is_left_alone(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "second") == [6]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO, TorchCheckpointIO])
 @pytest.mark.parametrize("settings", [{"retention": "latest=2"}, {"save_top_k": 2, "monitor": "score"}])
 def test_what_is_pinned_stays(tmp_path: Path, plugin: Any, settings: dict[str, Any]) -> None:

@@ -376,6 +376,7 @@ def test_a_read_that_fails_is_made_again_by_fsspecs_client(server_of: ServerOf, 
         assert fetched == [], "obstore is used again"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: ServerOf) -> None:
@@ -402,6 +403,7 @@ def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: Se
                     assert read(direct, path) == CONTENT[:size], (kind, request)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_an_answer_in_the_place_of_the_stores_is_no_answer(backend: str, size: int, server_of: ServerOf) -> None:
