@@ -165,7 +165,8 @@ class RecordingSampler(Forwarding):
 
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
         """Go back to a captured moment, with or without the global generators."""
-        restore_counters(self.drawn_from(), moment.counters)
+        # what is not in it was as it began; the script may have set a later state that it keeps itself
+        restore_counters(self.drawn_from(), {**self._initial, **moment.counters})
         self.plain.restore(moment.values)
         self.restore_generators(moment.generators)
         if rng:

@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate import data_loader as stock_data_loader
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private import data as private_data
@@ -205,6 +205,40 @@ def test_a_script_that_keeps_states_of_its_stateful_loader_too_is_resumed_in_the
     again.loader.load_state_dict(kept.loader.state_dict())
     epochs = [rest, following] if rest else [following]
     assert [again.epoch() for _ in epochs] == epochs
+
+
+class Resumable(Sampler[int]):
+    """A sampler that counts what it has given, and begins there."""
+
+    def __init__(self) -> None:
+        self.given, self.generator = 0, torch.Generator().manual_seed(5)
+        self.order = torch.randperm(SAMPLES, generator=self.generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        if self.given >= SAMPLES:
+            self.given, self.order = 0, torch.randperm(SAMPLES, generator=self.generator)
+        while self.given < SAMPLES:
+            self.given += 1
+            yield int(self.order[self.given - 1])
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_script_that_keeps_the_state_of_its_sampler_too_is_resumed_in_the_same_place(epochs: int) -> None:
+    sampler = Resumable()
+    run = Run(shuffle=False, sampler=sampler)
+    for _ in range(epochs):
+        run.epoch()
+    given = iter(run.loader)
+    next(given)
+    state, kept, generator = run.capture(), dict(vars(sampler)), sampler.generator.get_state()
+    rest, following = [batch.tolist() for batch in given], run.epoch()
+    again = Resumable()
+    resumed = Run(2, shuffle=False, sampler=again).restore(state)
+    vars(again).update({**kept, "generator": torch.Generator().set_state(generator)})
+    assert [resumed.epoch(), resumed.epoch()] == [rest, following]
 
 
 def test_saved_again_before_going_on() -> None:
