@@ -131,6 +131,7 @@ def test_installing_it_adds_nothing_to_other_programs(metadata) -> None:
     assert {point.group for point in points} == {"console_scripts"}
 
 
+@pytest.mark.extended_cells("pytorch_lightning")
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_trainer_that_does_not_use_it_is_as_without_it(run_script, metadata, package: str) -> None:
     done = run_script(

@@ -158,6 +158,8 @@ LOADERS = [
 
 
 @pytest.mark.extended_cells(
+    "dict-2-batch_end-11",
+    "stream-2-batch_end-11",
     "plain-0-batch_end-4",
     "plain-0-batch_end-7",
     "plain-2-batch_end-8",

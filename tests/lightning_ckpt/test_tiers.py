@@ -217,6 +217,7 @@ def test_last_and_best_on_an_empty_disk(kind: Any, bucket: Bucket, tmp_path: Pat
     assert result["test_loss"] == pytest.approx(3.0)
 
 
+@pytest.mark.extended_cells("SyncCheckpointIO")
 @pytest.mark.parametrize("kind", [SyncCheckpointIO, ShardedCheckpointIO])
 def test_little_room_on_the_local_disk(kind: Any, bucket: Bucket, tmp_path: Path) -> None:
     fit(bucket, tmp_path, kind, keep_local=1)

@@ -350,6 +350,7 @@ class TellsOfSteps(Callback):
             pl_module.other.weight.mul_(self.last)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
 @pytest.mark.parametrize("model", [Collects, CollectsForAnEpoch, CollectsRows, Tells])
 def test_numbers_that_steps_make_are_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
@@ -518,6 +519,7 @@ def test_what_a_look_could_not_wait_for_is_not_said_to_differ(
     assert "training had changed Model.number, " in (users.differences(changed) or "")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
 @pytest.mark.parametrize("model", [SetsBackAtTheEnd, SetsBackAtTheStart, SetsBackWhatObjectsHave])
 def test_what_an_epoch_sets_back_is_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
