@@ -244,12 +244,12 @@ class PlainState:
         """Return the digests of the arrays, tensors and lists of numbers that the object began with, ``but`` some."""
         return {path: digest for path, digest in self._data.items() if path not in but}
 
-    def has_opened(self, found: Found) -> bool:
-        """Return whether a flag or name may be of what its object holds now, and no other process has.
+    def has_opened(self, found: Found, *, kinds: tuple[type, ...] = ()) -> bool:
+        """Return whether a flag or name, or one of ``kinds``, may be of what its object holds and no other process has.
 
         That is an open file, or anything else that is not plain, where there was nothing.
         """
-        return type(found.value) in self._TELLS_WHAT_IS_OPEN and self._has_opened(found.holder)
+        return type(found.value) in (*self._TELLS_WHAT_IS_OPEN, *kinds) and self._has_opened(found.holder)
 
     def _has_opened(self, holder: Any) -> bool:
         # a list may be where a dictionary was that is gone

@@ -462,10 +462,10 @@ def are_made_once(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     return [source.is_made_once(name) for name in names]
 
 
-def are_set_in(values: Sequence[tuple[type, str, Any]], functions: Collection[str]) -> list[bool]:
-    """Return which values of objects, as of :func:`are_kept`, methods with one of some names set anew."""
+def setters_of(values: Sequence[tuple[type, str, Any]]) -> list[set[str]]:
+    """Return by which functions values of objects, as of :func:`are_kept`, are set without being read before."""
     source, names = _named_in_source(values)
-    return [not source.set_in(name).isdisjoint(functions) for name in names]
+    return [source.set_in(name) for name in names]
 
 
 def _named_in_source(values: Sequence[tuple[type, str, Any]]) -> tuple[Source, list[str]]:

@@ -9,6 +9,7 @@ source sets back again and again, as the sum of an epoch's losses, or their list
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -24,7 +25,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import UNREAD, PlainState, fingerprint, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_kept, are_made_once, are_set_back, are_set_in, in_words
+from ckpt_core.state.lost_variables import are_kept, are_made_once, are_set_back, in_words, setters_of
 from ckpt_core.state.object_walk import Found, set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
@@ -41,6 +42,7 @@ _FOLLOWED_VALUES = (*_NUMBERS, np.generic, list, torch.Tensor)
 _HELD = 1 << 20  # bytes
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (np.ndarray, np.generic)
+_SET_ANEW = (bool, int, float, torch.Tensor, *_ARRAYS)
 # what these set is set once in a run
 _ONCE = """
     prepare_data configure_model configure_optimizers configure_callbacks on_fit_start on_sanity_check_start
@@ -50,6 +52,7 @@ _ONCE = """
 _RUN_ONCE = frozenset(_ONCE.split())
 
 _VALIDATION_BEGINS = frozenset({"on_validation_start", "on_validation_epoch_start"})
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
 Digests = dict[str, dict[str, str]]
 Place = tuple[str, str]  # an object, and the path to a value that it carries
@@ -65,6 +68,9 @@ class UsersObjects(Live):
         self._owners: dict[str, Any] = {"module": trainer.lightning_module}
         if getattr(trainer, "datamodule", None) is not None:
             self._owners["datamodule"] = trainer.datamodule
+        for owner in self._owners.values():
+            with contextlib.suppress(Exception):
+                owner.hparams  # noqa: B018 - Lightning's save makes it where there is none, also in what data holds
         for number, callback in enumerate(trainer.callbacks):
             if not is_library(type(callback)):
                 self._owners[f"callback {number} {type(callback).__name__}"] = callback
@@ -83,6 +89,9 @@ class UsersObjects(Live):
         self._set_back: dict[Place, bool] = {}  # whether the source sets it back, for those that steps have changed
         self._followed: dict[Place, tuple[Any, Any]] = {}  # what steps may change: in which dictionary, and its key
         self._size = 0
+        self._earlier: list[dict[Place, Before]] = []  # what :meth:`now` returned for the last two batches
+        self._had_one: set[Place] = set()  # what may be set anew again, but has had one value only
+        self._began = [clock() for clock in _CLOCKS]
         self._changed: dict[str, list[str]] = {}  # at the last save, with what only tells
 
     def digests(self) -> Digests:
@@ -139,6 +148,7 @@ class UsersObjects(Live):
                 before[place] = (holder, value.detach(), value._version)
             elif isinstance(value, np.generic):
                 before[place] = (holder, value, 0)
+        self._earlier = [*self._earlier[-1:], before]
         return before
 
     # ---- at a save ---------------------------------------------------------------------------------------------------
@@ -164,7 +174,7 @@ class UsersObjects(Live):
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
         self._changed = {name: [*of] for name, of in found.items()}
-        self._look_for_set_back(found)
+        self._look_for_set_back(found, again=looks)
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
             made = {
@@ -195,7 +205,8 @@ class UsersObjects(Live):
             if lost and self._trainer.is_global_zero:
                 values = self._plain[name].values()
                 found_lost = [(type(owner), path, values.get(path)) for path in lost]
-                anew = dict(zip(lost, are_set_in(found_lost, _VALIDATION_BEGINS), strict=True))
+                setters = zip(lost, setters_of(found_lost), strict=True)
+                anew = {path: not by.isdisjoint(_VALIDATION_BEGINS) for path, by in setters}
                 once = are_made_once(found_lost)  # a resume warns if it makes another value, where it looks for that
                 if self._trainer.strategy.restore_checkpoint_after_setup:
                     once = [False] * len(found_lost)
@@ -238,23 +249,64 @@ class UsersObjects(Live):
         made = self._by_hooks.get(name, {}).get(path, "")
         return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, made))
 
-    def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
-        """Find out what the source sets back; other numbers may have been meant otherwise, and lists be records."""
+    def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]], *, again: bool) -> None:
+        """Find out what the source sets back or sets anew again and again, so that nobody meant another value.
+
+        With ``again``, also look at what had one value only.
+        """
         new = {
             (name, path): found
             for name, values in changed.items()
             for path, (_, found) in values.items()
-            if (name, path) not in self._set_back
+            if (name, path) not in self._set_back and (again or (name, path) not in self._had_one)
         }
         values: dict[Place, tuple[tuple[type, type], str, Any, str]] = {}
         for (name, path), found in new.items():
-            holder = _holder(self._owners[name], path) if isinstance(found.holder, dict) else None
+            # a flag may say that there is what no other process has
+            is_kept = isinstance(found.holder, dict) and not self._plain[name].has_opened(found)
+            holder = _holder(self._owners[name], path) if is_kept else None
             if holder is not None and isinstance(found.value, (torch.Tensor, tuple, *_ARRAYS, *_NUMBERS, *_CONTAINERS)):
                 kinds = (type(holder), type(self._owners[name]))
                 values[name, path] = (kinds, path, found.value, self._first(name, path))
         self._set_back.update(zip(values, are_set_back([*values.values()], but=_RUN_ONCE), strict=True))
         self._set_back.update({place: False for place in new if place not in values})
+        self._look_for_set_anew({place: new[place] for place in values if not self._set_back[place]})
         self._followed = {place: where for place, where in self._followed.items() if self._set_back.get(place, True)}
+
+    def _look_for_set_anew(self, changed: Mapping[Place, Found]) -> None:
+        """Find numbers that a late hook of a step sets, and an early one of the next uses, as an annealed factor.
+
+        What other functions set counts when it has had two values: it may be set once, together with what is not kept.
+        """
+        found = {
+            (name, path): one
+            for (name, path), one in changed.items()
+            if isinstance(one.value, _SET_ANEW)
+            and not self._is_time(one.value)
+            and not self._plain[name].has_opened(one, kinds=(int,))
+        }
+        if not found:
+            return
+        values = [(type(self._owners[name]), path, one.value) for (name, path), one in found.items()]
+        # what comes of what was there is named, if it is lost
+        setters = [
+            set() if kept else by - _RUN_ONCE for by, kept in zip(setters_of(values), are_kept(values), strict=True)
+        ]
+        for (place, one), by in zip(found.items(), setters, strict=True):
+            had = {fingerprint(_as_before(one, before.get(place))) for before in self._earlier}
+            if any(function.startswith("on_") or function.endswith("_step") for function in by):
+                self._set_back[place] = True
+            elif by and had <= {fingerprint(_UNKNOWN), fingerprint(one.value), self._first(*place)}:
+                del self._set_back[place]
+                self._had_one.add(place)
+            else:
+                self._set_back[place] = bool(by)
+
+    def _is_time(self, value: Any) -> bool:
+        """Whether it is what a clock has shown since the fit began: another process's would mislead."""
+        clocks = zip(self._began, _CLOCKS, strict=True)
+        is_fraction = isinstance(value, float) and value % 1 != 0
+        return is_fraction and any(began <= value <= clock() for began, clock in clocks)
 
     def set_by_hooks(self) -> Digests:
         """Return the digests of what hooks of an epoch's start have set to another value than it had."""

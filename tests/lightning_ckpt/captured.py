@@ -18,6 +18,10 @@ MIDDLE = ("on_train_batch_end", BATCHES + 3)
 END = ("on_train_epoch_end", 2)
 
 
+def _none() -> None:
+    """There is no datamodule."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
     """What is trained.
@@ -27,12 +31,14 @@ class Training:
         callbacks: Makes the callbacks.
         trainer: Arguments of the Trainer.
         is_plain: Whether what it saves itself is plain data.
+        datamodule: Makes the datamodule, if there is one.
     """
 
     model: Callable[[], Model] = Model
     callbacks: Callable[[], list[Any]] = list
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_plain: bool = True
+    datamodule: Callable[[], Any] = _none
 
 
 def train_and_resume(
@@ -44,7 +50,7 @@ def train_and_resume(
     trainer = make_trainer(directory, [*training.callbacks(), save], **training.trainer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(model)
+        trainer.fit(model, datamodule=training.datamodule())
     assert save.calls >= at[1]
     torch.load(save.path, weights_only=training.is_plain)
     expected = outcome(trainer, model).after(save.seen, save.rows)
@@ -55,6 +61,6 @@ def train_and_resume(
     trainer = make_trainer(directory, training.callbacks(), **training.trainer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(model, ckpt_path=save.path)
+        trainer.fit(model, datamodule=training.datamodule(), ckpt_path=save.path)
     said = [str(w.message) for w in caught if "exact" in str(w.message)]
     return expected, outcome(trainer, model), said

@@ -489,6 +489,92 @@ class SetsBackAtTheStart(SetsBackAtTheEnd):
         pass
 
 
+class Temperature:
+    def __init__(self) -> None:
+        self.degrees = 2.0
+
+    def set_steps(self, steps: int) -> None:
+        self.degrees = 2 * 0.9**steps
+
+
+class Notes:
+    """What each process opens anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_open, self.file = path, False, None
+
+    def add(self, text: str) -> None:
+        if not self.is_open:
+            self.file = self.path.open("a")
+        assert self.file is not None
+        self.file.write(text)
+
+
+class SetsForTheNextStep(Model):
+    """Sets in late hooks what early ones use, as published code does; a file is opened in each process."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.notes, self.temperature = Notes(directory / "notes"), Temperature()
+        self.late_factor, self.late_level, self.late_scale, self.late_began = 1.0, 0, torch.ones(1), 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.notes.add(f"{batch_idx} ")
+        self.took = time.perf_counter() - self.late_began
+        parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) / self.temperature.degrees
+        return super().training_step(batch, batch_idx) * parts
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.late_scale = torch.full((1,), 1 + self.trainer.current_epoch / 10)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.late_factor = 0.5**self.trainer.current_epoch
+
+
+class SetsTheLevel(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.late_level = trainer.global_step // 2
+        pl_module.temperature.set_steps(trainer.global_step)
+        pl_module.notes.is_open = True
+        pl_module.late_began = time.perf_counter()
+
+
+@pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
+def test_what_a_step_sets_for_the_next_one_is_put_back(at: tuple[str, int], tmp_path: Path) -> None:
+    training = Training(lambda: SetsForTheNextStep(tmp_path), lambda: [SetsTheLevel()])
+    expected, found, said = train_and_resume(training, tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+def test_the_time_of_another_process_is_not_put_back(tmp_path: Path) -> None:
+    model, trainer = SetsForTheNextStep(tmp_path), pl.Trainer(accelerator="cpu", devices=1, logger=False)
+    trainer.strategy.connect(model)
+    users = UsersObjects(trainer)
+    users.training_starts()
+    model.late_began, model.late_factor = time.perf_counter(), 0.5
+    _, made = users.capture()
+    assert made["module"].keys() == {"late_factor"}
+
+
+class HoldsItsDatamodule(Samples):
+    def __init__(self, of: pl.LightningDataModule) -> None:
+        super().__init__()
+        self.of = of
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(HoldsItsDatamodule(self), batch_size=4, shuffle=True)
+
+
+def test_what_lightning_makes_at_a_save_in_what_data_holds_is_no_change(tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(datamodule=Data), tmp_path)
+    assert not said
+    assert found == expected
+
+
 def test_a_number_of_an_earlier_release_that_is_a_buffer_now_is_left_alone(tmp_path: Path) -> None:
     model, trainer = Model(), pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     model.register_buffer("scale", torch.ones(()))
