@@ -337,13 +337,16 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
 
 
 def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
-    """Return what this rank alone has; with the script's ``variables``, which takes long where each step does it."""
+    """Return what this rank alone has, for a save.
+
+    For a note of each step, without the script's ``variables``, which take long, and with copies of gradients.
+    """
     accelerator = session.accelerator
     with looks_without_waiting(not variables):
         data = session.data.capture()
     state: dict[str, Any] = {
         "data": data,
-        "gradients": session.open_gradients(),
+        "gradients": session.open_gradients(copies=not variables),
         "window_open": session.window_is_open,
         "buffers": [],
         "takes_buffers": [model.require_forward_param_sync for model in session.distributed_models()],

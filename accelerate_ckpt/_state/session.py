@@ -259,8 +259,8 @@ class Session:
             return False
         return any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters())
 
-    def open_gradients(self) -> list[dict[str, torch.Tensor]] | None:
-        """Return copies of each model's gradients to which the next backward pass may add; None if there are none.
+    def open_gradients(self, *, copies: bool) -> list[dict[str, torch.Tensor]] | None:
+        """Return each model's gradients to which the next backward pass may add, or copies; None if there are none.
 
         Outside of a window, those that a backward pass has left in parameters whose optimizer has not stepped since: a
         generator's loss leaves some in the discriminator. If it is zeroed first, nobody needs them, and nobody knows.
@@ -274,7 +274,7 @@ class Session:
             stepped = [one for one in accelerator._optimizers if self._used.get(id(one), -1) == self.backwards]
             used = {id(p) for one in stepped for group in one.param_groups for p in group["params"]}
         found = [
-            capture_gradients((name, p) for name, p in model.named_parameters() if id(p) not in used)
+            capture_gradients(((n, p) for n, p in model.named_parameters() if id(p) not in used), copies=copies)
             for model in accelerator._models
         ]
         return found if any(found) else None

@@ -23,13 +23,15 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def capture_gradients(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
-    """Copy the gradients that are there to host memory; of a distributed one, this rank's shard."""
-    return {
-        name: _local(parameter.grad).detach().to("cpu", copy=True)
-        for name, parameter in parameters
-        if parameter.grad is not None
-    }
+def capture_gradients(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], *, copies: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the gradients that are there, copied to host memory; of a distributed one, this rank's shard.
+
+    Without ``copies``, they are where the next backward pass changes them, for a save that copies them by itself.
+    """
+    found = {name: _local(p.grad).detach() for name, p in parameters if p.grad is not None}
+    return {name: gradient.to("cpu", copy=True) for name, gradient in found.items()} if copies else found
 
 
 def restore_gradients(

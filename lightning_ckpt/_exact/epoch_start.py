@@ -48,7 +48,7 @@ class EpochStart:
         if self.begun is None:
             return None
         progress, rng, metrics, groups = self.begun
-        values = {name: v.detach().to("cpu", copy=True) for name, v in metrics.items() if isinstance(v, torch.Tensor)}
+        values = {name: v.detach().clone() for name, v in metrics.items() if isinstance(v, torch.Tensor)}
         return {"progress": progress, "rng": rng.encode(), "metrics": values, "groups": groups}
 
     def run_again(

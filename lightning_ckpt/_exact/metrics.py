@@ -24,7 +24,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().clone()  # where it is: the save takes it from there without waiting for the device
     if isinstance(value, list):
         return [_copy(item) for item in value]
     return value
@@ -105,7 +105,7 @@ class MetricsMoment:
         )
 
     def encode(self, internals: Internals) -> dict[str, Any]:
-        """Return the values as tensors and plain data."""
+        """Return the values as plain data and tensors, which are on their devices."""
         live = internals.results
         return {
             "results": {

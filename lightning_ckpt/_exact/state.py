@@ -55,7 +55,7 @@ from lightning_ckpt._private.pruning import masks_left_out, weights_to_go_back_t
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._recording import Recording
 from lightning_ckpt._report import announce, resumed_in_words
-from lightning_ckpt._routing.gathering import Gathering
+from lightning_ckpt._routing.gathering import Gathering, on_host
 from lightning_ckpt._routing.post_local_sgd import PostLocalSgd
 from lightning_ckpt._routing.trainer import is_routed, keeps_whole_gradients
 from lightning_ckpt.io import NO_STATE_KEY
@@ -425,7 +425,7 @@ class ExactState(Live):
             checkpoint[KEY] = {"version": VERSION, **self.joined}
             self._unswap_averaged_weights(checkpoint)
             return
-        mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
+        mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank(is_saved=True))
         if not mine:
             return
         mine["per_rank"] = {**mine["per_rank"], "buffers": self._own_buffers(mine["per_rank"]["gradients"])}
@@ -489,7 +489,7 @@ class ExactState(Live):
         if resumes or self._is_inside or (is_open and not is_start):
             return None
         with looks_without_waiting():
-            own = self._capture_rank(looks=False)
+            own: dict[str, Any] = on_host(self._capture_rank(looks=False))
         if is_start:
             own["per_rank"]["gradients"] = {}
         if self._begun is None or self._begun[0] is not self._epoch.begun:
@@ -507,9 +507,12 @@ class ExactState(Live):
         values = metrics.pop("connector")
         metrics["connector"] = {name: values[name] for name in ("callback", "logged", "progress_bar")}
         asked = {"per_rank": {"metrics": {"connector": self._internals.logged_when_asked()}}}
-        return [{"per_rank": {"rng": moment.rng.encode(), "generators": moment.generators, "metrics": metrics}}, asked]
+        drawn = {"per_rank": {"rng": moment.rng.encode(), "generators": moment.generators, "metrics": metrics}}
+        parts: list[dict[str, Any]] = on_host([drawn, asked])
+        return parts
 
-    def _capture_rank(self, *, looks: bool = True) -> dict[str, Any]:
+    def _capture_rank(self, *, looks: bool = True, is_saved: bool = False) -> dict[str, Any]:
+        """Return what this rank has; gradients are copied, unless it ``is_saved`` at once by a save that does that."""
         if looks and self._recording is not None:
             self._recording.look()  # as a run that resumes from this does
         phase, progress, redo = self._phase()
@@ -558,6 +561,7 @@ class ExactState(Live):
             data = self._data.capture(0 if begun else position, self._internals.prefetched)
         else:
             data = self._data.capture_between_epochs()
+        is_written_here = self.gathering.is_single or is_routed(self._trainer.strategy)
         again = moment if redo or phase == "validation" else None
         changed, made = self._users.capture(
             in_epoch=phase not in ("between_epochs", "epoch_end"),
@@ -593,8 +597,8 @@ class ExactState(Live):
                 "metrics": metrics.encode(self._internals),
                 "buffers": {},
                 "takes_buffers": getattr(self._trainer.strategy.model, "require_forward_param_sync", True),
-                "gradients": self._gradients(batches, in_epoch),
-                "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
+                "gradients": self._gradients(batches, in_epoch, copies=not (is_saved and is_written_here)),
+                "post_local_sgd": self._post_local_sgd.capture(),
                 "validation": self._validation_generators(looks=looks),
                 "recorder": self._recording.capture() if self._recording is not None else None,
             },
@@ -651,13 +655,13 @@ class ExactState(Live):
     def _window_open(self, batches: int) -> bool:
         return batches % int(self._trainer.accumulate_grad_batches) != 0
 
-    def _gradients(self, batches: int, in_epoch: bool) -> dict[str, torch.Tensor]:
+    def _gradients(self, batches: int, in_epoch: bool, *, copies: bool) -> dict[str, torch.Tensor]:
         module = self._trainer.lightning_module
         if not module.automatic_optimization:
             opened = ((name, p) for name, p in module.named_parameters() if id(p) in self._open_gradients)
-            return capture_gradients(opened)
+            return capture_gradients(opened, copies=copies)
         is_kept = in_epoch and self._window_open(batches) and not keeps_whole_gradients(self._trainer.strategy)
-        return capture_gradients(module.named_parameters()) if is_kept else {}
+        return capture_gradients(module.named_parameters(), copies=copies) if is_kept else {}
 
     def _unswap_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
         # during validation Lightning's WeightAveraging has put the averaged weights into the model and the trained ones

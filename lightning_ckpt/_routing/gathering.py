@@ -14,6 +14,17 @@ log = logging.getLogger(__name__)
 _INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=30)
 
 
+def on_host(tree: Any) -> Any:
+    """Return dictionaries and lists with the tensors in them in host memory, for other processes."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: on_host(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [on_host(value) for value in tree]
+    return tree
+
+
 class Gathering:
     """The ranks of one Trainer, connected beside the training; made on all ranks together."""
 
@@ -23,6 +34,11 @@ class Gathering:
         # a group of our own, because the training's may be NCCL, which would take the state through the accelerator
         connected = dist.is_available() and dist.is_initialized() and trainer.world_size > 1
         self._group: Any = dist.new_group(backend="gloo") if connected else None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one rank, whose state goes nowhere but into the checkpoint."""
+        return self._group is None
 
     def all_are_here(self) -> bool:
         """Return whether all ranks take part; called on all that do."""
@@ -44,7 +60,7 @@ class Gathering:
         if not self.all_are_here():
             return [mine] if self._trainer.is_global_zero else None
         ranks: list[Any] | None = [None] * self._trainer.world_size if self._trainer.is_global_zero else None
-        dist.gather_object(mine, ranks, dst=0, group=self._group)
+        dist.gather_object(on_host(mine), ranks, dst=0, group=self._group)
         return ranks
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -117,16 +117,14 @@ class PostLocalSgd:
             "saves_means": self._saves_means,
         }
 
-    def capture(self, *, on_host: bool) -> dict[str, Any]:
-        """What this rank has of its own, in host memory if that is needed; empty while all have the same."""
+    def capture(self) -> dict[str, Any]:
+        """What this rank has of its own; empty while all have the same."""
         if not self.ranks_differ:
             return {}
-        own = {
+        return {
             "weights": dict(self._trainer.lightning_module.state_dict()),
             "optimizers": [optimizer.state_dict() for optimizer in self._trainer.optimizers],
         }
-        host: dict[str, Any] = _on_host(own) if on_host else own
-        return host
 
     def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any], *, resharded: bool) -> list[str]:
         """Undo :meth:`counters` and :meth:`capture`, when Lightning has loaded what it saves; return why it is inexact.
@@ -153,13 +151,3 @@ class PostLocalSgd:
         for optimizer, state in zip(self._trainer.optimizers, own["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         return []
-
-
-def _on_host(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu()
-    if isinstance(tree, dict):
-        return {key: _on_host(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_on_host(value) for value in tree]
-    return tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,4 +108,76 @@ def test_resumed_fit_has_the_bits_of_the_whole_one(
     assert copied_late() == ("overlap" in request.node.callspec.id)
     assert first.losses + second.losses == whole.losses
     states = [{name: value.cpu() for name, value in model.state_dict().items()} for model in (second, whole)]
+    assert_same_state(*states)
+
+
+class Logging(Model):
+    """Logs values of the device, which a checkpoint holds."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss.detach() * 2, reduce_fx="max")
+        return loss
+
+
+class SavesInWindow(pl.Callback):
+    """Saves after the third batch, of which the window of two is open, and counts what waits for the device."""
+
+    def __init__(self, path: Path, host_waits: Callable[[], int]) -> None:
+        self._path, self._host_waits = path, host_waits
+        self.waits: list[int] = []
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        trainer = arguments[0]
+        del arguments  # a save looks at the variables of what runs, and would read these from the device
+        if trainer.fit_loop.total_batch_idx == 2:
+            self.waits.append(self._host_waits())
+            trainer.save_checkpoint(self._path)
+
+
+class Counting(AsyncCheckpointIO):
+    """Counts when it is given a checkpoint, before it begins to copy it."""
+
+    callback: SavesInWindow
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        self.callback.waits.append(self.callback._host_waits())
+        super().save_checkpoint(*arguments, **options)
+
+
+def test_logged_values_and_gradients_are_taken_without_waiting_for_the_device(
+    tmp_path: Path, accelerator: Accelerator
+) -> None:
+    def fit(path: Path, ckpt_path: Path | None = None) -> tuple[Model, SavesInWindow]:
+        pl.seed_everything(1, verbose=False)
+        accelerator.module.manual_seed_all(1)
+        where: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
+        if accelerator.type != "cuda":
+            from tests.support.lightning_device import simulated_strategy
+
+            where = {"strategy": simulated_strategy()}
+        callback, model = SavesInWindow(path, getattr(accelerator.module, "host_waits", int)), Logging()
+        plugin = Counting(overlap=True)
+        plugin.callback = callback
+        trainer = pl.Trainer(
+            **where,
+            max_steps=4,
+            max_epochs=-1,
+            accumulate_grad_batches=2,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[plugin],
+            callbacks=[ResumableCheckpoint(dirpath=tmp_path / "unused", every_n_train_steps=100), callback],
+        )
+        trainer.fit(model, ckpt_path=ckpt_path)
+        return model, callback
+
+    whole, saves = fit(tmp_path / "third.ckpt")
+    before, after = saves.waits
+    assert before == after
+    resumed, _ = fit(tmp_path / "never.ckpt", tmp_path / "third.ckpt")
+    assert resumed.losses == whole.losses[3:]
+    states = [{name: value.cpu() for name, value in model.state_dict().items()} for model in (resumed, whole)]
     assert_same_state(*states)
