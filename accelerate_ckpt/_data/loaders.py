@@ -185,6 +185,10 @@ class LoaderPositions:
             self._say_causes()
         return position
 
+    def follow(self) -> None:
+        """Know from now on what the loaders that were prepared so far, and their samplers, begin with."""
+        self._all()
+
     def _all(self) -> list[LoaderPosition | None]:
         loaders = self._accelerator._dataloaders
         self._positions = [p for p in self._positions if any(p.loader is loader for loader in loaders)]

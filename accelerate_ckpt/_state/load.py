@@ -330,6 +330,7 @@ class _Ours:
         if self._about.get("of_stock"):
             _tell_of_stock(session, self._path)
         accelerator = session.accelerator
+        session.data.follow()  # what a registered sampler begins with is known before its state is loaded
         self._load_models()
         if session.world_size == self._saved_world_size:
             for model, buffers in zip(accelerator._models, own["buffers"], strict=False):

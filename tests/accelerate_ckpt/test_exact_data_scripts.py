@@ -24,6 +24,7 @@ from accelerate import data_loader as stock_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, Sampler
 
+from accelerate_ckpt import attach
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private import data as private_data
 from ckpt_core.errors import CheckpointError, CheckpointFormatError
@@ -239,6 +240,33 @@ def test_a_script_that_keeps_the_state_of_its_sampler_too_is_resumed_in_the_same
     resumed = Run(2, shuffle=False, sampler=again).restore(state)
     vars(again).update({**kept, "generator": torch.Generator().set_state(generator)})
     assert [resumed.epoch(), resumed.epoch()] == [rest, following]
+
+
+class Registered(Resumable):
+    """One that a script registers with its Accelerator, too."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "order": self.order, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.order = state["given"], state["order"]
+        self.generator.set_state(state["generator"])
+
+
+def test_a_registered_sampler_is_resumed_in_the_same_place(tmp_path: Path) -> None:
+    def prepared() -> tuple[Accelerator, Any]:
+        accelerator, sampler = attach(Accelerator(cpu=True), "sync"), Registered()
+        accelerator.register_for_checkpointing(sampler)
+        return accelerator, accelerator.prepare(DataLoader(Numbered(SAMPLES), batch_size=2, sampler=sampler))
+
+    accelerator, loader = prepared()
+    given = iter(loader)
+    next(given)
+    accelerator.save_state(str(tmp_path / "saved"))
+    rest = [batch.tolist() for batch in given]
+    resumed, again = prepared()
+    resumed.load_state(str(tmp_path / "saved"))
+    assert [batch.tolist() for batch in again] == rest
 
 
 def test_saved_again_before_going_on() -> None:
