@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lightning_ckpt._private.messages import kept_logger
+
 __all__ = ["CallbackBase", "CheckpointBase", "CheckpointIOBase", "DummyLoggerBase", "ModelCheckpointBase"]
 
 if TYPE_CHECKING:
@@ -35,12 +37,17 @@ else:
             )
         return type(f"{name}Base", tuple(bases), {"__module__": __name__})
 
-    CheckpointIOBase = _derived_from_installed("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
-    CallbackBase = _derived_from_installed("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
-    CheckpointBase = _derived_from_installed("Checkpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
-    DummyLoggerBase = _derived_from_installed(
-        "DummyLogger", "lightning.pytorch.loggers.logger", "pytorch_lightning.loggers.logger"
-    )
-    ModelCheckpointBase = _derived_from_installed(
-        "ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks"
-    )
+    with kept_logger():
+        CheckpointIOBase = _derived_from_installed(
+            "CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins"
+        )
+        CallbackBase = _derived_from_installed("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
+        CheckpointBase = _derived_from_installed(
+            "Checkpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks"
+        )
+        DummyLoggerBase = _derived_from_installed(
+            "DummyLogger", "lightning.pytorch.loggers.logger", "pytorch_lightning.loggers.logger"
+        )
+        ModelCheckpointBase = _derived_from_installed(
+            "ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks"
+        )

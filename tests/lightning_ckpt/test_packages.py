@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,3 +254,23 @@ def test_a_configuration_says_on_what_to_save_and_end_as_a_program_does(
     trainer = command_line("fit", "--config", "config.yaml", "--trainer.fast_dev_run", "false").trainer
     preemption = trainer.checkpoint_callback._preemption
     assert (preemption.signals, preemption.look_every) == (signals, looks)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_messages_stay_with_the_logger_of_the_package_that_is_used(package: str) -> None:
+    code = f"""
+import {package}
+from lightning_utilities.core import rank_zero
+before = rank_zero.log.name
+import lightning_ckpt
+print(before, rank_zero.log.name)
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    before, after = run.stdout.split()
+    assert before == after == f"{package}.utilities.rank_zero"
+
+
+def test_messages_go_to_lightning_if_no_package_was_imported() -> None:
+    code = "import lightning_ckpt; from lightning_utilities.core import rank_zero; print(rank_zero.log.name)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["lightning.pytorch.utilities.rank_zero"]
