@@ -155,7 +155,7 @@ class Look:
             yield path, WEIGHTS, value, owner
             return
         is_small = isinstance(value, dict) and 0 < len(value) <= MOST_VALUES and not tensors
-        is_small |= hasattr(value, "_fields")
+        is_small |= _is_named_tuple(value)
         if not is_small and not isinstance(value, type) and is_plain(value):
             yield path, VALUE, value, owner
             return
@@ -240,9 +240,14 @@ def defaults_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name, value in names.items() if type(value) in (*NUMBERS, str))
 
 
+def _is_named_tuple(value: Any) -> bool:
+    # asked of its class: dictionaries whose keys are attributes answer whatever they are asked, or raise
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
+
+
 def children_of(value: Any) -> list[tuple[str, Any]]:
     """Return what is directly in an object, by name: nothing of libraries' objects, and of what is too large."""
-    if hasattr(value, "_fields"):
+    if _is_named_tuple(value):
         return list(value._asdict().items())
     if isinstance(value, CONTAINERS):
         if len(value) > MOST_VALUES:

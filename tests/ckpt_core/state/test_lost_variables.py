@@ -572,6 +572,39 @@ def what_says_which_is_saved(run: Run) -> None:
     tracker.log({"best": best})
 
 
+class Settings(dict[str, float]):
+    """A dictionary whose keys are attributes, too, and that raises ``KeyError`` for others."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class Forwards:
+    """Has every attribute that it is asked for."""
+
+    def __init__(self) -> None:
+        self.best = 1.0
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def in_a_dictionary_with_attributes(run: Run) -> None:
+    settings = Settings(best=1.0)
+    if run.begins():
+        settings["best"] = min(settings["best"], 0.5)
+        run.saves()
+    run.uses(settings["best"])
+
+
+def in_an_object_with_every_attribute(run: Run) -> None:
+    tracked = Forwards()
+    if run.begins():
+        tracked.best = min(tracked.best, 0.5)
+        run.saves()
+    run.uses(tracked.best)
+
+
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process() -> Iterator[None]:
     _begin_anew()
@@ -617,6 +650,8 @@ def _begin_anew() -> None:
         (in_a_transform, "`transform` of Transformed"),
         (in_a_layer_without_weights, "`classes of its modules` of Sequential"),
         (in_an_object_that_is_set_elsewhere, "`held.pace` of in_an_object_that_is_set_elsewhere() in"),
+        (in_a_dictionary_with_attributes, "`settings.best` of in_a_dictionary_with_attributes() in"),
+        (in_an_object_with_every_attribute, "`tracked.best` of in_an_object_with_every_attribute() in"),
         (what_says_which_is_saved, "`best` of what_says_which_is_saved() in"),
         (what_is_shown_as_a_bar, None),
         (what_is_made_when_it_is_needed, None),
