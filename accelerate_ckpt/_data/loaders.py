@@ -262,15 +262,14 @@ class LoaderPositions:
         rng = self.take_rng()
         if rng is None:
             return None
-        now = RngState.capture()
-        has_drawn = not rng.same_as(now)
+        has_drawn = not rng.same_as(RngState.capture())
         if self._was_quiet and has_drawn:
             announce_on_main(
                 "random numbers were drawn between load_state and the first batch, and are taken back, because the run "
                 "that saved has never drawn any between two epochs (draw them before load_state)"
             )
             return rng
-        if self._was_quiet is None and has_drawn and not now.is_seeded_since(rng):
+        if self._was_quiet is None and has_drawn:
             announce_on_main(
                 "random numbers were drawn between load_state and the first batch: this resume is exact only if the "
                 "run that saved drew as many between its save and the next epoch (draw them before load_state)"
@@ -340,10 +339,9 @@ class LoaderPositions:
         self._between = None
         # other loaders that are trained on are begun by a resume, too
         evaluated = any(not passed.has_trained for passed in between.passed)
-        now = RngState.capture()
-        is_quiet = between.rng.same_as(now)
+        is_quiet = between.rng.same_as(RngState.capture())
         self._quiet[between.in_body].append(is_quiet)
-        if not evaluated or is_quiet or now.is_seeded_since(between.rng):
+        if not evaluated or is_quiet:
             return
         self._draws_between_epochs = True
         if between.saved and not self._begins_with_evaluation:

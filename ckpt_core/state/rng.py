@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import random
 import struct
 import warnings
@@ -142,22 +141,12 @@ class RngState:
 
     def same_as(self, other: RngState) -> bool:
         """Whether no global CPU generator moved between the two captures."""
-        return all(self._same(other))
-
-    def is_seeded_since(self, other: RngState) -> bool:
-        """Whether each global CPU generator that moved since ``other`` was captured is as torch's last seed leaves it.
-
-        Nothing that was drawn in between matters then. To be called right after this capture.
-        """
-        seed = torch.initial_seed()
-        numpy = tuple(np.random.RandomState(seed % 2**32).get_state(legacy=True))
-        fresh = RngState(random.Random(seed).getstate(), numpy, torch.Generator().manual_seed(seed).get_state())
-        return all(map(operator.or_, self._same(other), self._same(fresh)))
-
-    def _same(self, other: RngState) -> tuple[bool, bool, bool]:
-        """Whether torch's, Python's and NumPy's generators are those of another capture."""
-        is_numpy_same = self.numpy[2:] == other.numpy[2:] and np.array_equal(self.numpy[1], other.numpy[1])
-        return torch.equal(self.torch_cpu, other.torch_cpu), self.python == other.python, is_numpy_same
+        return (
+            torch.equal(self.torch_cpu, other.torch_cpu)
+            and self.python == other.python
+            and self.numpy[2:] == other.numpy[2:]
+            and np.array_equal(self.numpy[1], other.numpy[1])
+        )
 
 
 # the CPU side only, in a fixed number of bytes, so that a data loading worker can leave it in shared memory

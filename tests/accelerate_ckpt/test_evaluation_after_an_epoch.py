@@ -11,7 +11,6 @@ from tests.support.accelerate_ranks import Ranks
 
 LISTEN = """
     import logging
-    from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
 
     class Keep(logging.Handler):
@@ -38,8 +37,6 @@ TRAIN = (
     for epoch in range(2 if resume else 0, 3):
         if evaluates == "first":
             list(evaluation)
-        if evaluates == "before a seed":
-            set_seed(epoch)
         for number, x in enumerate(train):
             used.append(x[:, 0].tolist())
             accelerator.backward(model(x).pow(2).mean())
@@ -80,8 +77,8 @@ def test_it_is_known_from_an_epoch_at_whose_end_nothing_was_saved(ranks: Ranks, 
     assert "before an evaluation that draws random numbers" in text
 
 
-@pytest.mark.parametrize("evaluates", ["first", "at each start", "before a seed"])
-def test_an_evaluation_that_a_resume_makes_too_or_that_does_not_matter_is_exact_and_not_warned_of(
+@pytest.mark.parametrize("evaluates", ["first", "at each start"])
+def test_an_evaluation_that_a_resume_makes_too_is_exact_and_not_warned_of(
     ranks: Ranks, tmp_path: Path, evaluates: str
 ) -> None:
     first, again = (told(ranks, tmp_path, resume=resume, evaluates=evaluates) for resume in (False, True))
@@ -113,8 +110,6 @@ DRAWS = (
     for epoch in range(resume, 4):
         if draws == "first" or (draws == "every second" and epoch % 2):
             torch.randn(3)
-        if draws == "seeds":
-            set_seed(epoch)
         for x in train:
             used.append(x[:, 0].tolist())
             accelerator.backward(model(x).pow(2).mean())
@@ -146,7 +141,7 @@ def test_what_is_drawn_between_the_load_and_an_epoch_is_told_from_what_each_epoc
         assert first["used"] == again["used"]
 
 
-@pytest.mark.parametrize("draws", ["at the start", "never", "seeds"])
+@pytest.mark.parametrize("draws", ["at the start", "never"])
 def test_what_each_epoch_draws_is_not_known_after_the_first(ranks: Ranks, tmp_path: Path, draws: str) -> None:
     ranks.run(DRAWS, 1, path=str(tmp_path), resume=0, draws=draws)
     (again,) = ranks.run(DRAWS, 1, path=str(tmp_path), resume=1, draws=draws)

@@ -153,29 +153,6 @@ def test_generator_inside_a_batch_sampler_is_found() -> None:
     assert list(sampler) == first
 
 
-def test_a_seed_is_told_from_what_is_drawn() -> None:
-    def seed(number: int) -> None:
-        random.seed(number)
-        np.random.seed(number)
-        torch.manual_seed(number)
-
-    seed(3)
-    before = RngState.capture()
-    assert before.is_seeded_since(before)
-    for draw in (lambda: torch.rand(1), random.random, np.random.rand):
-        draw()
-        assert not RngState.capture().is_seeded_since(before)
-        seed(4)
-        assert RngState.capture().is_seeded_since(before)
-        draw()
-        assert not RngState.capture().is_seeded_since(before)
-        seed(3)
-    torch.manual_seed(5)
-    assert RngState.capture().is_seeded_since(before)  # the others have not moved
-    random.random()
-    assert not RngState.capture().is_seeded_since(before)
-
-
 def test_what_is_encoded_twice_shares_no_memory() -> None:
     state = RngState.capture()
     one, other = state.encode(), state.encode()
