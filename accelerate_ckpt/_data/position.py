@@ -179,7 +179,7 @@ class LoaderPosition:
 
     def _make_iterator(self) -> Iterator[Any]:
         self._made = True
-        if self._is_yet_to_begin and self._tracker.method != "load":
+        if self._is_yet_to_begin and (self._resume is not None or self._tracker.method != "load"):
             # a script that keeps states of its stateful loader, too, has set the same place a second time
             self._internals.forget_loaded_state()
         self._is_yet_to_begin = False

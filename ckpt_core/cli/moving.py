@@ -90,7 +90,7 @@ def _transfer_all(options: Options) -> int:
     _refuse_inside_checkpoint(given if into else os.path.dirname(given), options.target_storage_options)
     names = {info.name: info.path for info in infos}
     for info in infos if into else []:
-        if full_path(names[info.name]) != full_path(info.path):  # with --force, one would replace the other
+        if not _are_same(names[info.name], info.path, options):  # with --force, one would replace the other
             raise CheckpointError(
                 f"{names[info.name]} has the same name",
                 path=info.path,
@@ -367,14 +367,26 @@ def _refuse_inside_checkpoint(directory: str, storage_options: dict[str, Any] | 
     path = full_path(directory).rstrip("/")
     path = path if is_remote(path) else os.path.realpath(path)
     storage = storage_for(path, storage_options)
-    while path.rstrip("/"):
-        if is_directory_checkpoint(storage, path):
+    while path.rstrip("/") and not path.endswith(":/"):
+        if _has_own_manifest(storage, path):
             raise StorageError(
                 "the target is inside a checkpoint, and would be deleted with it",
                 path=path,
                 remedy="name a directory of checkpoints as the target",
             )
-        path = "" if is_remote(path) else os.path.dirname(path)
+        path = path.rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
+
+
+def _has_own_manifest(storage: Storage, path: str) -> bool:
+    """Whether a directory is a checkpoint, and has not one of the many other files of the manifest's name."""
+    from ckpt_core._pipeline.directory_commit import read_manifest
+
+    try:
+        return is_directory_checkpoint(storage, path) and bool(read_manifest(storage, path))
+    except CheckpointCorruptedError:
+        return True
+    except (CheckpointFormatError, StorageError):  # or what may not be read, as above the prefix that a key is for
+        return False
 
 
 def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: bool) -> bool:
@@ -414,6 +426,13 @@ def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: boo
         transfer(origin, source, storage, path)
     loading.verify(path, storage=storage)
     return True
+
+
+def _are_same(first: str, second: str, options: Options) -> bool:
+    """Return whether two paths are of one checkpoint, or of copies of it."""
+    one, other = (path if is_remote(path) else os.path.realpath(path) for path in map(full_path, (first, second)))
+    storage = storage_for(one, options.storage_options)
+    return one == other or _is_same(storage, one, storage_for(other, options.storage_options), other) is True
 
 
 def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool | None:

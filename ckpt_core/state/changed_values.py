@@ -244,6 +244,10 @@ class PlainState:
         """Return the digests of the arrays, tensors and lists of numbers that the object began with, ``but`` some."""
         return {path: digest for path, digest in self._data.items() if path not in but}
 
+    def made(self, path: str) -> str:
+        """Return the digest of what a value was when the object was given to this, empty if there was none."""
+        return self._known.get(path, ("", None))[0]
+
     def has_opened(self, found: Found, *, kinds: tuple[type, ...] = ()) -> bool:
         """Return whether a flag or name, or one of ``kinds``, may be of what its object holds and no other process has.
 

@@ -450,6 +450,7 @@ class LoaderTracker:
         if self.sampler is not None and state.get("begun") is not None:
             first = SamplerMoment.decode(state["first"]) if state["first"] is not None else None
             begun = SamplerPass(SamplerMoment.decode(state["begun"]), first, 0, state["draws_throughout"])
+            self.sampler.moved = frozenset({*state["counters"], *state.get("moving", ())})
             self.sampler.resume(begun, skip)
             self.sampler.undo_seed = self.persistent and self.passes > 1
         if self.method == "load" and not self._reads_again(state):
@@ -526,3 +527,5 @@ class LoaderTracker:
             # whether or not the pass had said that it was over, and whatever the data set does when it is iterated over
             # for the first time after its state was loaded, the next pass is a pass of its own
             next(iter(self.loader), None)
+            if self.workers == 0 and state.get("dataset_state") is not None:  # which that has moved on
+                self.loader.dataset.load_state_dict(state["dataset_state"])

@@ -58,7 +58,7 @@ from ckpt_core.state.value_marks import (
     tensors_in,
     variables_of,
 )
-from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_live, is_surely_live
+from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_hook, is_live, is_surely_live
 
 logger = logging.getLogger(__name__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -466,6 +466,12 @@ def setters_of(values: Sequence[tuple[type, str, Any]]) -> list[set[str]]:
     """Return by which functions values of objects, as of :func:`are_kept`, are set without being read before."""
     source, names = _named_in_source(values)
     return [source.set_in(name) for name in names]
+
+
+def are_set_by_hooks(values: Sequence[tuple[type, str, Any]], *, but: Collection[str]) -> list[bool]:
+    """Return which values of objects, as of :func:`are_kept`, hooks set anew, ``but`` some, and not to a time."""
+    source, names = _named_in_source(values)
+    return [any(map(is_hook, source.set_in(name) - {*but})) and not source.is_of_a_clock(name) for name in names]
 
 
 def _named_in_source(values: Sequence[tuple[type, str, Any]]) -> tuple[Source, list[str]]:

@@ -101,7 +101,7 @@ def restore_counters(sampler: object, counters: Mapping[str, int]) -> None:
     """Set the integers that :func:`capture_counters` returned, where the sampler still has them."""
     for path, part in _parts(sampler):
         for name, value in list(vars(part).items()) if hasattr(part, "__dict__") else ():
-            if type(value) is int and path + name in counters:
+            if type(value) is int and counters.get(path + name, value) != value:
                 setattr(part, name, counters[path + name])
 
 
@@ -117,7 +117,8 @@ class RecordingSampler(Forwarding):
     """
 
     _own = frozenset(
-        {"inner", "loader", "current", "live", "undo_seed", "plain", "moving", "_initial", "_pending", "drawn_in"}
+        {"inner", "loader", "current", "live", "undo_seed", "plain", "moving", "moved", "_initial", "_pending"}
+        | {"drawn_in"}
     )
 
     def __init__(self, inner: Iterable[Any], loader: object) -> None:
@@ -132,7 +133,8 @@ class RecordingSampler(Forwarding):
         self._initial = capture_counters(inner)
         # The plain values that it carries.
         self.plain = PlainState(inner, skip=(loader, getattr(loader, "dataset", None)))
-        self.moving: set[str] = set()  # which of them change as it is drawn from
+        self.moving: set[str] = set()  # which of them, and of its integers, change as it is drawn from
+        self.moved: frozenset[str] = frozenset()  # those of the run that is resumed
         self._pending: tuple[SamplerPass, int] | None = None
         stay_stateful(self)
 
@@ -165,8 +167,9 @@ class RecordingSampler(Forwarding):
 
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
         """Go back to a captured moment, with or without the global generators."""
-        # what is not in it was as it began; the script may have set a later state that it keeps itself
-        restore_counters(self.drawn_from(), {**self._initial, **moment.counters})
+        # What drawing changes, and is not in it, was as it began: the script may have set a later state that it keeps.
+        began = {path: value for path, value in self._initial.items() if path in self.moved}
+        restore_counters(self.drawn_from(), {**began, **moment.counters})
         self.plain.restore(moment.values)
         self.restore_generators(moment.generators)
         if rng:
@@ -247,16 +250,19 @@ class _RecordingIterator:
         if self.current.first is None:
             self.current.first = self.sampler.moment()
         # the second draw tells a sampler that has made its permutation from one that draws as it goes
-        before = (RngState.capture(), self.sampler.plain.digests()) if self.current.drawn == 1 else None
+        before = (RngState.capture(), self._values()) if self.current.drawn == 1 else None
         indices = next(self.inner)
         if before is not None:
-            rng, digests = before
+            rng, values = before
             if not rng.same_as(RngState.capture()):
                 self.current.draws_throughout = True
-            now = self.sampler.plain.digests()
-            self.sampler.moving |= {path for path in now if now[path] != digests.get(path)}
+            now = self._values()
+            self.sampler.moving |= {path for path in now if now[path] != values.get(path)}
         self.current.drawn += 1
         return indices
+
+    def _values(self) -> dict[str, Any]:
+        return {**self.sampler.plain.digests(), **capture_counters(self.sampler.drawn_from())}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in {"sampler", "current", "inner", "_first", "_skip"}:

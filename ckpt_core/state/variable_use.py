@@ -38,6 +38,10 @@ _METHODS = """
 _CHANGES = frozenset(_METHODS.split())
 _EMPTIES = ("clear", "zero_")
 _MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
+_CLOCK_NAMES = """
+    time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns now elapsed_time
+"""
+_CLOCKS = frozenset(_CLOCK_NAMES.split())
 _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
 _CONSTANTS = _MAKES | {"float", "int", "math", "np", "numpy", "torch", "collections", "inf"}
@@ -126,13 +130,15 @@ class Source:
         # a class of the user's may not be made without arguments
         empty = next((mark(kind()) for kind in CONTAINERS if isinstance(value, kind)), "")
 
-        def is_back(to: str, *, is_sure: bool) -> bool:
+        def is_back(to: str, by: str, *, is_sure: bool) -> bool:
             if to == _ANY or empty:
                 return to in (_ANY, empty) or to.partition(" ")[0] == first or first in _fingerprints(to)
-            return first in _fingerprints(to) or (is_sure and bool(_fingerprints(to)))
+            # a flag that is set may be a reason to stop, of this process, as a handler of signals sets it
+            is_other = is_sure and (type(value) is not bool or is_hook(by)) and bool(_fingerprints(to))
+            return is_other or first in _fingerprints(to)
 
         found = self._reader.resets.get(name, ())
-        return {by for to, by, is_sure in found if by and is_back(to, is_sure=is_sure)}
+        return {by for to, by, is_sure in found if by and is_back(to, by, is_sure=is_sure)}
 
     def made_by(self, name: str) -> set[str]:
         """Return the names of the functions that make an object anew, unconditionally, and not with its owner."""
@@ -141,6 +147,10 @@ class Source:
     def set_in(self, name: str) -> set[str]:
         """Return the names of the functions that set it unconditionally, without having read it."""
         return self._reader.set_in.get(name, set())
+
+    def is_of_a_clock(self, name: str) -> bool:
+        """Return whether it is a time, or comes of one."""
+        return any(name in self._comes_to(one) for one in self._reader.of_clocks)
 
     def is_set_to_a_literal(self, name: str) -> bool:
         """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
@@ -186,6 +196,11 @@ class Source:
             ahead += self._reader.flows.get(one, ())
 
 
+def is_hook(function: str) -> bool:
+    """Return whether a function has the name of one that frameworks call."""
+    return function.startswith("on_") or function.endswith("_step")
+
+
 def mark(value: Any) -> str:
     """Return a text that is another one if a plain value is; that of a container ends with its length."""
     is_short = isinstance(value, (bool, int, float, type(None))) or (type(value) is str and len(value) < _SHORT)
@@ -209,7 +224,7 @@ class _Reader(ast.NodeVisitor):
         self.keeps, self.stored, self.set_by_steps, self.set_to, self.set_again = (set[str]() for _ in range(5))
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
         self.called, self.filled_once, self.cleared, self.logged, self.made = (set[str]() for _ in range(5))
-        self.made_once, self.set_freely, self.properties = set[str](), set[str](), set[str]()
+        self.made_once, self.set_freely, self.properties, self.of_clocks = (set[str]() for _ in range(4))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.set_in: dict[str, set[str]] = collections.defaultdict(set)
         # to which constant, by which function, and whether unconditionally
@@ -309,6 +324,9 @@ class _Reader(ast.NodeVisitor):
             self.made_once.add(name)
         elif self._functions and self._functions[-1][0].partition(":")[0] not in _AT_START:
             self.set_freely |= set() if isinstance(value, ast.Constant) and value.value is None else {name}
+        calls = (one.func for one in ast.walk(value) if isinstance(one, ast.Call)) if value is not None else ()
+        if any(getattr(one, "attr", getattr(one, "id", "")) in _CLOCKS for one in calls):
+            self.of_clocks.add(name)
         if inner.resets:
             self.set_by_steps.add(name)
         if self._functions and is_sure and not updates and name not in inner.read:

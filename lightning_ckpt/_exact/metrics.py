@@ -25,9 +25,11 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()  # where it is: the save takes it from there without waiting for the device
-    if isinstance(value, list):
-        return [_copy(item) for item in value]
     return value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _plain(metric: Metric) -> dict[str, Any]:
@@ -45,7 +47,8 @@ def _state(metric: Metric, plain: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "plain": plain,
         "states": {
-            name: list(value) if isinstance(value, list) else value.detach().clone() for name, value in states.items()
+            name: list(map(_detached, value)) if isinstance(value, list) else value.detach().clone()
+            for name, value in states.items()
         },
         "updates": metric._update_count,
     }
@@ -115,8 +118,8 @@ class MetricsMoment:
             },
             "metrics": {
                 name: {
-                    "states": {n: _copy(v) for n, v in state["states"].items()},
-                    "plain": {n: _copy(v) for n, v in state["plain"].items()},
+                    "states": dict(state["states"]),  # copies, and lists of what nobody changes
+                    "plain": dict(state["plain"]),
                     "updates": state["updates"],
                 }
                 for name, state in self.metrics.items()

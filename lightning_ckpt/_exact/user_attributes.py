@@ -9,7 +9,6 @@ source sets back again and again, as the sum of an epoch's losses, or their list
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -25,7 +24,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import UNREAD, PlainState, fingerprint, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_kept, are_made_once, are_set_back, in_words, setters_of
+from ckpt_core.state.lost_variables import are_kept, are_made_once, are_set_back, are_set_by_hooks, in_words, setters_of
 from ckpt_core.state.object_walk import Found, set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
@@ -42,7 +41,7 @@ _FOLLOWED_VALUES = (*_NUMBERS, np.generic, list, torch.Tensor)
 _HELD = 1 << 20  # bytes
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (np.ndarray, np.generic)
-_SET_ANEW = (bool, int, float, torch.Tensor, *_ARRAYS)
+_SET_ANEW = (int, float, torch.Tensor, *_ARRAYS)
 # what these set is set once in a run
 _ONCE = """
     prepare_data configure_model configure_optimizers configure_callbacks on_fit_start on_sanity_check_start
@@ -52,7 +51,6 @@ _ONCE = """
 _RUN_ONCE = frozenset(_ONCE.split())
 
 _VALIDATION_BEGINS = frozenset({"on_validation_start", "on_validation_epoch_start"})
-_CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
 Digests = dict[str, dict[str, str]]
 Place = tuple[str, str]  # an object, and the path to a value that it carries
@@ -89,9 +87,6 @@ class UsersObjects(Live):
         self._set_back: dict[Place, bool] = {}  # whether the source sets it back, for those that steps have changed
         self._followed: dict[Place, tuple[Any, Any]] = {}  # what steps may change: in which dictionary, and its key
         self._size = 0
-        self._earlier: list[dict[Place, Before]] = []  # what :meth:`now` returned for the last two batches
-        self._had_one: set[Place] = set()  # what may be set anew again, but has had one value only
-        self._began = [clock() for clock in _CLOCKS]
         self._changed: dict[str, list[str]] = {}  # at the last save, with what only tells
 
     def digests(self) -> Digests:
@@ -148,7 +143,6 @@ class UsersObjects(Live):
                 before[place] = (holder, value.detach(), value._version)
             elif isinstance(value, np.generic):
                 before[place] = (holder, value, 0)
-        self._earlier = [*self._earlier[-1:], before]
         return before
 
     # ---- at a save ---------------------------------------------------------------------------------------------------
@@ -174,7 +168,7 @@ class UsersObjects(Live):
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
         self._changed = {name: [*of] for name, of in found.items()}
-        self._look_for_set_back(found, again=looks)
+        self._look_for_set_back(found)
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
             made = {
@@ -188,7 +182,9 @@ class UsersObjects(Live):
             kept = {path for path in made if self._set_back.get((name, path), False)}
             new = {path: small(value, is_kept=path in kept, waits=looks) for path, value in made.items()}
             made_by_steps[name] = {
-                path: {**value, "first": self._first(name, path)} for path, value in new.items() if value is not None
+                path: {**value, "first": self._first(name, path), "made": self._plain[name].made(path)}
+                for path, value in new.items()
+                if value is not None
             }
             if not names or _holds_state(type(owner)):
                 continue
@@ -249,16 +245,13 @@ class UsersObjects(Live):
         made = self._by_hooks.get(name, {}).get(path, "")
         return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, made))
 
-    def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]], *, again: bool) -> None:
-        """Find out what the source sets back or sets anew again and again, so that nobody meant another value.
-
-        With ``again``, also look at what had one value only.
-        """
+    def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
+        """Find out what the source sets back or sets anew again and again, so that nobody meant another value."""
         new = {
             (name, path): found
             for name, values in changed.items()
             for path, (_, found) in values.items()
-            if (name, path) not in self._set_back and (again or (name, path) not in self._had_one)
+            if (name, path) not in self._set_back
         }
         values: dict[Place, tuple[tuple[type, type], str, Any, str]] = {}
         for (name, path), found in new.items():
@@ -274,39 +267,18 @@ class UsersObjects(Live):
         self._followed = {place: where for place, where in self._followed.items() if self._set_back.get(place, True)}
 
     def _look_for_set_anew(self, changed: Mapping[Place, Found]) -> None:
-        """Find numbers that a late hook of a step sets, and an early one of the next uses, as an annealed factor.
-
-        What other functions set counts when it has had two values: it may be set once, together with what is not kept.
-        """
+        """Find numbers that a late hook of a step sets, and an early one of the next uses, as an annealed factor."""
         found = {
             (name, path): one
             for (name, path), one in changed.items()
             if isinstance(one.value, _SET_ANEW)
-            and not self._is_time(one.value)
+            and type(one.value) is not bool  # a reason to stop, of this process
             and not self._plain[name].has_opened(one, kinds=(int,))
         }
-        if not found:
-            return
         values = [(type(self._owners[name]), path, one.value) for (name, path), one in found.items()]
         # what comes of what was there is named, if it is lost
-        setters = [
-            set() if kept else by - _RUN_ONCE for by, kept in zip(setters_of(values), are_kept(values), strict=True)
-        ]
-        for (place, one), by in zip(found.items(), setters, strict=True):
-            had = {fingerprint(_as_before(one, before.get(place))) for before in self._earlier}
-            if any(function.startswith("on_") or function.endswith("_step") for function in by):
-                self._set_back[place] = True
-            elif by and had <= {fingerprint(_UNKNOWN), fingerprint(one.value), self._first(*place)}:
-                del self._set_back[place]
-                self._had_one.add(place)
-            else:
-                self._set_back[place] = bool(by)
-
-    def _is_time(self, value: Any) -> bool:
-        """Whether it is what a clock has shown since the fit began: another process's would mislead."""
-        clocks = zip(self._began, _CLOCKS, strict=True)
-        is_fraction = isinstance(value, float) and value % 1 != 0
-        return is_fraction and any(began <= value <= clock() for began, clock in clocks)
+        for place, is_set, kept in zip(found, are_set_by_hooks(values, but=_RUN_ONCE), are_kept(values), strict=True):
+            self._set_back[place] = is_set and not kept
 
     def set_by_hooks(self) -> Digests:
         """Return the digests of what hooks of an epoch's start have set to another value than it had."""
@@ -326,7 +298,7 @@ class UsersObjects(Live):
                 owner, now = self._owners[name], self._plain[name].digests()
                 missing = {path: value for path, value in values.items() if "." not in path and _lacks(owner, path)}
                 for path, value in values.items():
-                    if path in now and (now[path] in _EMPTY or now[path] == value.get("first")):
+                    if path in now and (now[path] in _EMPTY or _is_first(now[path], value)):
                         missing[path] = {**value, "in_place": True}
                 self._plain[name].restore(missing)
                 self._put_back |= {(name, path): value.get("first", "") for path, value in missing.items()}
@@ -349,9 +321,7 @@ class UsersObjects(Live):
         for name, values in self._to_come.items():
             now = self._plain[name].digests()
             made = {
-                path: {**v, "in_place": True}
-                for path, v in values.items()
-                if path in now and now[path] == v.get("first")
+                path: {**v, "in_place": True} for path, v in values.items() if path in now and _is_first(now[path], v)
             }
             self._plain[name].restore(made)
             self._put_back |= {(name, path): value["first"] for path, value in made.items()}
@@ -423,6 +393,11 @@ class UsersObjects(Live):
                 "on_save_checkpoint and on_load_checkpoint)"
             )
         )
+
+
+def _is_first(digest: str, made: Mapping[str, Any]) -> bool:
+    """Whether a value is what training began with, or, without a sanity check, what the object was made with."""
+    return digest in (made.get("first"), made.get("made"))
 
 
 def _as_before(found: Found, before: Before | None) -> Any:

@@ -18,9 +18,9 @@ def on_host(tree: Any) -> Any:
     """Return dictionaries and lists with the tensors in them in host memory, for other processes."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().cpu()
-    if isinstance(tree, dict):
+    if type(tree) is dict:  # users' own kinds stay what they are
         return {key: on_host(value) for key, value in tree.items()}
-    if isinstance(tree, list):
+    if type(tree) is list:
         return [on_host(value) for value in tree]
     return tree
 

@@ -14,11 +14,13 @@ SHORT = [
     "drop_last",
     "dispatched",
     "stream",
+    "seedable",
+    "stateful",
     # several gradient buckets, which DDP would rebuild after the first step of a process
     "buckets",
 ]
 # on one rank or two, too
-MORE = ["default", "default_workers", "uneven", "seedable", "stateful"]
+MORE = ["default", "default_workers", "uneven"]
 CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.extended) for cell in MORE)]
 pytestmark = pytest.mark.timeout(3600)
 

@@ -19,6 +19,7 @@ SHORT = [
     "stateful_workers",
     "dispatched_stateful",
     "generator_stream",
+    "stream_workers",
 ]
 # on one rank or three, too
 MORE = [
@@ -27,7 +28,6 @@ MORE = [
     "default_accumulate",
     "stateful_samples",
     "dispatched",
-    "stream_workers",
     "together",
 ]
 OTHERS = [

@@ -394,7 +394,7 @@ TOLD = """
 """
 
 
-@pytest.mark.extended_cells("2-before-", "10-training-")
+@pytest.mark.extended_cells("10-training-")
 @pytest.mark.parametrize(
     ("number", "moment", "preempt"),
     [

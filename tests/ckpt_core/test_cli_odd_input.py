@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -283,6 +284,29 @@ def test_of_equal_names_none_replaces_the_other(words: str, home: Path, capfd: C
     assert main(words.split()) == 1
     assert "other/a.ckpt has the same name" in capfd.readouterr().err
     assert contents(home) == before
+
+
+def test_one_checkpoint_by_two_names_is_copied_once(home: Path, capfd: Capture) -> None:
+    (home / "other").mkdir()
+    shutil.copy(home / "run" / "a.ckpt", home / "other" / "a.ckpt")
+    for words in ("cp run/a.ckpt other/a.ckpt empty", "cp run/b.ckpt link/b.ckpt empty"):
+        assert main(words.split()) == 0
+    assert sorted(path.name for path in (home / "empty").iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+def test_other_files_of_the_name_of_a_manifest_are_nobodys_checkpoint(home: Path, capfd: Capture) -> None:
+    (home / "manifest.json").write_text('{"files": []}')
+    assert main(["cp", "run/a.ckpt", "empty"]) == 0
+    assert (home / "empty" / "a.ckpt").exists()
+
+
+def test_nothing_of_a_store_is_moved_into_a_checkpoint(home: Path, capfd: Capture) -> None:
+    bucket = f"memory://{home.name}"
+    assert main(["cp", "run", f"{bucket}/run"]) == 0
+    before = sorted(fsspec.filesystem("memory").find(bucket))
+    assert main(["mv", f"{bucket}/run", f"{bucket}/run/c/new"]) == 1
+    assert "the target is inside a checkpoint" in capfd.readouterr().err
+    assert sorted(fsspec.filesystem("memory").find(bucket)) == before
 
 
 def test_links_are_moved_before_what_they_lead_to(home: Path, capfd: Capture) -> None:

@@ -489,14 +489,6 @@ class SetsBackAtTheStart(SetsBackAtTheEnd):
         pass
 
 
-class Temperature:
-    def __init__(self) -> None:
-        self.degrees = 2.0
-
-    def set_steps(self, steps: int) -> None:
-        self.degrees = 2 * 0.9**steps
-
-
 class Notes:
     """What each process opens anew."""
 
@@ -515,13 +507,13 @@ class SetsForTheNextStep(Model):
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self.notes, self.temperature = Notes(directory / "notes"), Temperature()
+        self.notes = Notes(directory / "notes")
         self.late_factor, self.late_level, self.late_scale, self.late_began = 1.0, 0, torch.ones(1), 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.add(f"{batch_idx} ")
         self.took = time.perf_counter() - self.late_began
-        parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) / self.temperature.degrees
+        parts = self.late_factor * (1 + self.late_level) * float(self.late_scale)
         return super().training_step(batch, batch_idx) * parts
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -535,7 +527,6 @@ class SetsForTheNextStep(Model):
 class SetsTheLevel(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.late_level = trainer.global_step // 2
-        pl_module.temperature.set_steps(trainer.global_step)
         pl_module.notes.is_open = True
         pl_module.late_began = time.perf_counter()
 

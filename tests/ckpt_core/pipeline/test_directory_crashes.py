@@ -195,7 +195,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return str(tmp_path), LocalStorage()
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("action", ["save", "copy"])
 def test_every_operation_of_a_storage_fails(action: str, strategy: Any, place: tuple[str, Storage]) -> None:
