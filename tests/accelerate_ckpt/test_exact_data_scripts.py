@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -22,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate import data_loader as stock_data_loader
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate_ckpt import attach
 from accelerate_ckpt._data.loaders import LoaderPositions
@@ -240,6 +241,87 @@ def test_a_script_that_keeps_the_state_of_its_sampler_too_is_resumed_in_the_same
     resumed = Run(2, shuffle=False, sampler=again).restore(state)
     vars(again).update({**kept, "generator": torch.Generator().set_state(generator)})
     assert [resumed.epoch(), resumed.epoch()] == [rest, following]
+
+
+class Strided(Sampler[int]):
+    """A sampler with a number that the script sets at each start, which drawing does not change."""
+
+    def __init__(self) -> None:
+        self.stride = 1
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(SAMPLES).tolist()
+        return iter([order[number * self.stride % SAMPLES] for number in range(SAMPLES)])
+
+
+def test_a_number_of_a_sampler_that_the_script_sets_after_a_load_stays() -> None:
+    def strided(seed: int) -> tuple[Run, Strided]:
+        sampler = Strided()
+        return Run(seed, shuffle=False, sampler=sampler), sampler
+
+    run, sampler = strided(1)
+    sampler.stride = 3
+    state, rest, following = run.saved_after(2)
+    again, sampler = strided(2)
+    again.restore(state)
+    sampler.stride = 3
+    assert [again.epoch(), again.epoch()] == [rest, following]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Sampler[int]):
+    """A sampler that lets nobody set its numbers."""
+
+    size: int = SAMPLES
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.size).tolist())
+
+
+def test_a_sampler_that_lets_nobody_set_its_numbers_is_resumed() -> None:
+    state, rest, following = Run(shuffle=False, sampler=Frozen()).saved_after(2)
+    again = Run(2, shuffle=False, sampler=Frozen()).restore(state)
+    assert [again.epoch(), again.epoch()] == [rest, following]
+
+
+class CountsInItself(IterableDataset[Any]):
+    """A stream that keeps its place, and begins anew at its end."""
+
+    def __init__(self) -> None:
+        self.given = self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.given < SAMPLES:
+            self.given += 1
+            yield torch.tensor([100 * self.passes + self.given])
+        self.given, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given, self.passes = state["given"], state["passes"]
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["alone", "keeps"])
+@pytest.mark.parametrize("taken", [2, STEPS])
+@pytest.mark.parametrize("stream", [NumberedStream, CountsInItself])
+def test_a_stream_in_a_stateful_loader_is_resumed_in_the_same_place(stream: Any, taken: int, keeps: bool) -> None:
+    config = {"use_stateful_dataloader": True}
+    run, kept = Run(dataset=stream(), config=config), Run(dataset=stream(), config=config)
+    state, rest, following = run.saved_after(taken)
+    kept.epoch(taken)
+    again = Run(2, dataset=stream(), config=config).restore(state)
+    if keeps:
+        again.loader.load_state_dict(kept.loader.state_dict())
+    epochs = [rest, following] if rest else [following]
+    assert [again.epoch() for _ in epochs] == epochs
 
 
 class Registered(Resumable):

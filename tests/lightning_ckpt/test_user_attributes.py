@@ -506,14 +506,15 @@ class SetsForTheNextStep(Model):
     """Sets in late hooks what early ones use, as published code does; a file is opened in each process."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__()
+        super().__init__({"val": True})
         self.notes = Notes(directory / "notes")
         self.late_factor, self.late_level, self.late_scale, self.late_began = 1.0, 0, torch.ones(1), 0.0
+        self.late_weight = 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.add(f"{batch_idx} ")
         self.took = time.perf_counter() - self.late_began
-        parts = self.late_factor * (1 + self.late_level) * float(self.late_scale)
+        parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) * self.late_weight
         return super().training_step(batch, batch_idx) * parts
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -522,6 +523,9 @@ class SetsForTheNextStep(Model):
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         self.late_factor = 0.5**self.trainer.current_epoch
+
+    def on_validation_epoch_end(self) -> None:
+        self.late_weight = 0.5 / (1 + self.trainer.global_step)  # 0.5 in a sanity check, which a resume leaves out
 
 
 class SetsTheLevel(Callback):
@@ -533,7 +537,8 @@ class SetsTheLevel(Callback):
 
 @pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
 def test_what_a_step_sets_for_the_next_one_is_put_back(at: tuple[str, int], tmp_path: Path) -> None:
-    training = Training(lambda: SetsForTheNextStep(tmp_path), lambda: [SetsTheLevel()])
+    checks = {"num_sanity_val_steps": 2 if at is MIDDLE else 0}
+    training = Training(lambda: SetsForTheNextStep(tmp_path), lambda: [SetsTheLevel()], checks)
     expected, found, said = train_and_resume(training, tmp_path, at)
     assert not said
     assert found == expected
@@ -547,6 +552,36 @@ def test_the_time_of_another_process_is_not_put_back(tmp_path: Path) -> None:
     model.late_began, model.late_factor = time.perf_counter(), 0.5
     _, made = users.capture()
     assert made["module"].keys() == {"late_factor"}
+
+
+class Stops(Callback):
+    """Sets what ends a training: a handler of signals, and a budget of time."""
+
+    def __init__(self) -> None:
+        self.asked_to_stop = self.used_up = False
+        self.has_begun, self.used = time.monotonic(), 0.0
+
+    def handle(self, number: int, frame: Any) -> None:
+        self.asked_to_stop = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.used = time.monotonic() - self.has_begun
+        self.used_up = self.used > 1
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = self.asked_to_stop or self.used_up
+
+
+def test_what_ends_a_training_is_not_put_back(tmp_path: Path) -> None:
+    stops = Stops()
+    model, trainer = Model(), pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[stops])
+    trainer.strategy.connect(model)
+    users = UsersObjects(trainer)
+    users.training_starts()
+    stops.asked_to_stop, stops.used_up, stops.used = True, True, 2.0
+    with pytest.warns(UserWarning, match="`asked_to_stop`"):
+        _, made = users.capture()
+    assert not any(made.values())
 
 
 class HoldsItsDatamodule(Samples):
