@@ -527,5 +527,3 @@ class LoaderTracker:
             # whether or not the pass had said that it was over, and whatever the data set does when it is iterated over
             # for the first time after its state was loaded, the next pass is a pass of its own
             next(iter(self.loader), None)
-            if self.workers == 0 and state.get("dataset_state") is not None:  # which that has moved on
-                self.loader.dataset.load_state_dict(state["dataset_state"])
