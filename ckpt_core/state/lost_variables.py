@@ -447,8 +447,6 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     Args:
         values: Class of each object, path of the attribute, and value.
     """
-    if not values:
-        return []
     source, names = _named_in_source(values)
     return [
         _is_used(source, name, value) and source.keeps(name, value)
@@ -476,6 +474,8 @@ def are_set_by_hooks(values: Sequence[tuple[type, str, Any]], *, but: Collection
 
 def _named_in_source(values: Sequence[tuple[type, str, Any]]) -> tuple[Source, list[str]]:
     """Return what the code does, and by which names it has the values."""
+    if not values:
+        return Source((), frozenset(), waits=False), []  # each save asks, most of nothing, and reads no source for it
     source = _source_of([_held_by(*one) for one in values])
     return source, [source.names_of(f"self.{path}", None)[-1] for _, path, _ in values]
 

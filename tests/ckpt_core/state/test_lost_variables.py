@@ -756,6 +756,15 @@ def test_what_cannot_be_looked_at_is_left_out() -> None:
     assert [one.partition(" of ")[0] for one in second.lost] == ["`best`"]
 
 
+def test_no_source_is_read_where_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = variables_module
+    read: list[object] = []
+    monkeypatch.setattr(of, "_source_of", lambda *held: read.append(held))
+    by_hooks, back = functools.partial(of.are_set_by_hooks, but=()), functools.partial(of.are_set_back, but=())
+    assert [ask([]) for ask in (of.are_kept, of.are_made_once, of.setters_of, by_hooks, back)] == [[]] * 5
+    assert read == []
+
+
 def test_no_training_ends_because_of_a_look() -> None:
     def fails() -> Watched:
         raise ZeroDivisionError
