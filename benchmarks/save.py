@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -57,6 +57,13 @@ class Timing:
     durable: float
     least: float  # the stall of the fastest repetition, as a limit's
     least_durable: float
+    stalls: tuple[float, ...]  # of each round, of a limit the least
+    durables: tuple[float, ...]
+
+    def over(self, limit: Timing, figure: Literal["stalls", "durables"]) -> float:
+        """The median over the rounds of this one's seconds over the limit's in the same round."""
+        rounds = zip(getattr(self, figure), getattr(limit, figure), strict=True)
+        return statistics.median(mine / bound for mine, bound in rounds)
 
 
 class FreshPaths:
@@ -209,13 +216,14 @@ def measure(
     The first round is a warm-up, and counts for limits alone: their least time is wanted.
     """
     contenders = {name: make(state, directory / f"{i}.ckpt") for i, (name, make) in enumerate(makers.items())}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in contenders}
     first: dict[str, float] = {}
     names = list(contenders)
     for repeat in range(repeats + 1):
         # Each round begins with another one, so that none always follows the same one.
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             contender = contenders[name]
+            found[name].append([])
             for save in (contender.save, *contender.other_ways):
                 contender.prepare()
                 os.sync()
@@ -226,14 +234,24 @@ def measure(
                 contender.finish()
                 durable = time.perf_counter() - started
                 first.setdefault(name, stall)
-                if repeat > 0 or is_limit(name):
-                    found[name].append((stall, durable))
+                found[name][-1].append((stall, durable))
     for contender in contenders.values():
         contender.close()
-    return {
-        name: Timing(first[name], figure_of(name, stalls), figure_of(name, durables), min(stalls), min(durables))
-        for name, (stalls, durables) in ((name, tuple(zip(*times, strict=True))) for name, times in found.items())
-    }
+    return {name: _timing(name, first[name], rounds) for name, rounds in found.items()}
+
+
+def _timing(name: str, first: float, rounds: Sequence[Sequence[tuple[float, float]]]) -> Timing:
+    stalls, durables = (tuple(min(seconds[figure] for seconds in tries) for tries in rounds) for figure in (0, 1))
+    counted = slice(0 if is_limit(name) else 1, None)
+    return Timing(
+        first,
+        figure_of(name, stalls[counted]),
+        figure_of(name, durables[counted]),
+        min(stalls[counted]),
+        min(durables[counted]),
+        stalls[1:],
+        durables[1:],
+    )
 
 
 def print_beaten_limits(timings: dict[str, Timing]) -> None:

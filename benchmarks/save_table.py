@@ -36,18 +36,22 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     stock = timings["Lightning TorchCheckpointIO + fsync"].durable
 
     print(
-        f"{'':40s} {'first':>9s} {'stall':>9s} {'x copy':>7s} {'least':>7s} {'durable':>9s} {'x write':>8s} {'x faster':>9s} "
-        f"{'memory':>8s}"
+        f"{'':40s} {'first':>9s} {'stall':>9s} {'x copy':>7s} {'least':>7s} {'round':>7s} {'durable':>9s} {'x write':>8s} "
+        f"{'round':>7s} {'x faster':>9s} {'memory':>8s}"
     )
     for name, timing in timings.items():
         extra = f"{memory[name]:7.2f}x" if name in memory else ""
         print(
-            f"{name:40s} {timing.first * 1e3:6.0f} ms {timing.stall * 1e3:6.0f} ms {timing.stall / copy:6.2f}x {timing.least / copy:6.2f}x {timing.durable * 1e3:6.0f} ms "
-            f"{timing.durable / write:7.2f}x {stock / timing.durable:8.2f}x {extra:>8s}"
+            f"{name:40s} {timing.first * 1e3:6.0f} ms {timing.stall * 1e3:6.0f} ms {timing.stall / copy:6.2f}x "
+            f"{timing.least / copy:6.2f}x {timing.over(timings[COPY], 'stalls'):6.2f}x {timing.durable * 1e3:6.0f} ms "
+            f"{timing.durable / write:7.2f}x {timing.over(timings[WRITE], 'durables'):6.2f}x "
+            f"{stock / timing.durable:8.2f}x {extra:>8s}"
         )
     print(
-        "\nfirst: stall of the first save, in the process; x copy: stall over one copy of the tensors into a reused buffer, the fastest way of three; least: the same of the fastest save; x write: time to durable over a raw direct write;\n"
-        "x faster: durable time of Lightning's TorchCheckpointIO + fsync over this one's; memory: most extra memory over "
+        "\nfirst: stall of the first save, in the process; x copy: stall over one copy of the tensors into a reused buffer, "
+        "the fastest of three ways and all rounds; least: the same of the fastest save; x write: time to durable over a raw "
+        "direct write;\nround: over the fastest copy or write of the same round, the median: the machine's speed changes "
+        "between rounds;\nx faster: durable time of Lightning's TorchCheckpointIO + fsync over this one's; memory: most extra memory over "
         "five saves, as a multiple of the state"
     )
     print_beaten_limits(timings)
@@ -56,6 +60,8 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "first_s": t.first,
             "stall_s": t.stall,
             "least_s": t.least,
+            "stall_over_copy_of_round": t.over(timings[COPY], "stalls"),
+            "durable_over_write_of_round": t.over(timings[WRITE], "durables"),
             "durable_s": t.durable,
             "memory": memory.get(name),
         }
