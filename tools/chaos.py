@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.chaos.cells import CELLS, plan
 from tests.chaos.crew import run_all
+from tests.support.descendants import none_left
 
 
 def main() -> int:
@@ -35,10 +35,12 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     directory = (options.directory or Path(tempfile.mkdtemp(prefix="chaos-"))).resolve()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was found so far is told, and the server stopped
     print(f"seed {seed}, runs in {directory}", flush=True)
     work = plan(options.kills, options.only.split(","))
-    report = run_all(work, directory, seed, lambda line: print(line, flush=True), jobs=options.jobs, server=options.s3)
+    with none_left():
+        report = run_all(
+            work, directory, seed, lambda line: print(line, flush=True), jobs=options.jobs, server=options.s3
+        )
     print("\n" + report.table())
     return 1 if report.violations else 0
 

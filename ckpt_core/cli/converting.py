@@ -6,7 +6,15 @@ import argparse
 import os
 import sys
 
-from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_itself, refuse_other_data, size_at
+from ckpt_core.cli.finding import (
+    find,
+    find_foreign,
+    no_checkpoint,
+    refuse_inside_checkpoint,
+    refuse_itself,
+    refuse_other_data,
+    size_at,
+)
 from ckpt_core.cli.output import print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.cli.progress import progress
@@ -114,6 +122,7 @@ def _run_conversion(options: Options) -> None:
     if not found.is_checkpoint and find_foreign(options.source, options.storage_options) is None:
         raise no_checkpoint(found, options.storage_options)
     path = full_path(options.source)
+    refuse_inside_checkpoint(os.path.dirname(full_path(options.target).rstrip("/")), options.storage_options)
     if options.to in _OURS:
         refuse_itself(path, full_path(options.target))
         refuse_other_data(options.target, options.storage_options, force=options.force)
@@ -207,6 +216,7 @@ def _import(options: Options) -> int:
             remedy=f"give the directory that dcp.save wrote, or that of a model; of a torch file: ckpt convert "
             f"{options.path} {options.target} --to directory",
         )
+    refuse_inside_checkpoint(os.path.dirname(full_path(options.target).rstrip("/")), options.storage_options)
     refuse_other_data(options.target, options.storage_options, force=options.force)
     with progress(options, "import", 2 * size_at(options.path, options.storage_options)):
         if options.format == "dcp":

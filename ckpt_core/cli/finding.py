@@ -18,7 +18,7 @@ from ckpt_core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from ckpt_core.paths import is_remote, local_path
+from ckpt_core.paths import full_path, is_remote, local_path
 from ckpt_core.pins import is_pinned
 from ckpt_core.storage import MANIFEST_NAME, Storage, refuse_missing_bucket, storage_for
 from ckpt_core.storage.base import is_directory_checkpoint
@@ -54,16 +54,16 @@ def state_of(
     """
     from ckpt_core._pipeline.loading import stamp_of
 
-    if info.path.endswith(".safetensors") and not info.is_directory:  # as it was named itself
-        return "no digests"
-    if not info.is_readable:
-        try:
+    try:
+        if info.path.endswith(".safetensors") and not info.is_directory:  # as it was named itself
+            find_foreign(info.path, storage_options)
+        elif not info.is_readable:
             stamp_of(info.path, storage=storage_for(info.path, storage_options), is_directory=info.is_directory)
-        except CheckpointError as error:
-            state = state_of_error(error)
-            if failures is not None and state == "ERROR":
-                failures[info.path] = error
-            return state
+    except CheckpointError as error:
+        state = state_of_error(error)
+        if failures is not None and state == "ERROR":
+            failures[info.path] = error
+        return state
     return "no digests" if info.committed is None else "committed"
 
 
@@ -166,6 +166,48 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
         )
     if not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
+
+
+def refuse_inside_checkpoint(directory: str, storage_options: dict[str, Any] | None) -> None:
+    """Refuse to write into a checkpoint: whoever deletes it, such as ``mv`` or retention, deletes all that is in it."""
+    path = full_path(directory).rstrip("/")
+    path = path if is_remote(path) else os.path.realpath(path)
+    storage = storage_for(path, storage_options)
+    while path.rstrip("/") and not path.endswith(":/"):
+        if _has_own_manifest(storage, path):
+            raise StorageError(
+                "the target is inside a checkpoint, and would be deleted with it",
+                path=path,
+                remedy="name a directory of checkpoints as the target",
+            )
+        path = path.rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
+
+
+def _has_own_manifest(storage: Storage, path: str) -> bool:
+    """Whether a directory is a checkpoint of any version, and has not one of the many other files of that name.
+
+    Raises:
+        StorageError: There is such a file, which cannot be read.
+    """
+    from ckpt_core._layouts.directory.manifest import is_other_programs
+
+    place = f"{path}/{MANIFEST_NAME}"
+    try:
+        if not storage.exists(place):
+            return False
+    except StorageError:
+        try:
+            if all(file.path != place for file in storage.list(path)):
+                return False
+        except StorageError:
+            return False  # such as above the prefix that a key is for
+    try:
+        with storage.open(place) as reader:
+            return not is_other_programs(reader.read_whole())
+    except CheckpointCorruptedError:
+        return True
+    except CheckpointNotFoundError:
+        return False
 
 
 def missing(path: str) -> CheckpointNotFoundError:

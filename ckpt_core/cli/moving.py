@@ -8,7 +8,16 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import concerns_others, find, find_all, is_there, refuse_checkpoint, refuse_itself, state_of
+from ckpt_core.cli.finding import (
+    concerns_others,
+    find,
+    find_all,
+    is_there,
+    refuse_checkpoint,
+    refuse_inside_checkpoint,
+    refuse_itself,
+    state_of,
+)
 from ckpt_core.cli.output import complain, print_json, print_lines, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.cli.progress import progress
@@ -87,7 +96,7 @@ def _transfer_all(options: Options) -> int:
     infos, is_many = _sources(options, failures)
     given = local_path(options.target)
     into = is_many or given.endswith("/") or _is_plain_directory(given, options.target_storage_options)
-    _refuse_inside_checkpoint(given if into else os.path.dirname(given), options.target_storage_options)
+    refuse_inside_checkpoint(given if into else os.path.dirname(given), options.target_storage_options)
     names = {info.name: info.path for info in infos}
     for info in infos if into else []:
         if not _are_same(names[info.name], info.path, options):  # with --force, one would replace the other
@@ -218,7 +227,7 @@ def _plan(options: Options) -> tuple[list[_Step], list[_Step]]:
         raise StorageError(
             "something is already there: a file, not a directory", path=target, remedy="give another target"
         )
-    _refuse_inside_checkpoint(target, options.target_storage_options)
+    refuse_inside_checkpoint(target, options.target_storage_options)
     if options.recursive and real[1].startswith(f"{real[0]}/"):
         raise CheckpointError(
             "the target is in the source, and would be copied into itself", path=target, remedy="give another target"
@@ -346,6 +355,15 @@ def _refuse_what_stays(path: str, is_directory: bool) -> None:
 
 
 def _remove(info: CheckpointInfo, target: str, options: Options) -> None:
+    source, path = full_path(info.path), full_path(target)
+    here = _identity(storage_for(source, options.storage_options), source)
+    there = _identity(storage_for(path, options.target_storage_options), path)
+    if here is not None and here != there:  # the run has saved under its name meanwhile
+        raise CheckpointError(
+            f"it was replaced while it was moved, and stays; what it was is at {target}",
+            path=info.path,
+            remedy="run the command again with --force",
+        )
     try:
         _take_pin_along(info, target, options)
         delete(info, options.storage_options)
@@ -360,33 +378,6 @@ def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bo
         and os.path.isdir(path)
         and not is_directory_checkpoint(storage_for(path, storage_options), path)
     )
-
-
-def _refuse_inside_checkpoint(directory: str, storage_options: dict[str, Any] | None) -> None:
-    """Refuse to write into a checkpoint: whoever deletes it, such as ``mv`` or retention, deletes all that is in it."""
-    path = full_path(directory).rstrip("/")
-    path = path if is_remote(path) else os.path.realpath(path)
-    storage = storage_for(path, storage_options)
-    while path.rstrip("/") and not path.endswith(":/"):
-        if _has_own_manifest(storage, path):
-            raise StorageError(
-                "the target is inside a checkpoint, and would be deleted with it",
-                path=path,
-                remedy="name a directory of checkpoints as the target",
-            )
-        path = path.rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
-
-
-def _has_own_manifest(storage: Storage, path: str) -> bool:
-    """Whether a directory is a checkpoint, and has not one of the many other files of the manifest's name."""
-    from ckpt_core._pipeline.directory_commit import read_manifest
-
-    try:
-        return is_directory_checkpoint(storage, path) and bool(read_manifest(storage, path))
-    except CheckpointCorruptedError:
-        return True
-    except (CheckpointFormatError, StorageError):  # or what may not be read, as above the prefix that a key is for
-        return False
 
 
 def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: bool) -> bool:
@@ -455,7 +446,7 @@ def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool 
 
 
 def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
-    """Return what tells a checkpoint from any other; None if nothing is there."""
+    """Return what tells a checkpoint from any other, of another program's only its size; None if nothing is there."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
 
     if is_directory_checkpoint(storage, path):

@@ -146,9 +146,10 @@ def _prune(options: Options) -> int:
         else:
             return fail(options, f"nothing was deleted, because {problem}", Exit.FAILED, said_by="ckpt prune")
     if is_done:
+        now = {info.path: info for info in find(options.directory, options.storage_options, failures={}).checkpoints}
         for info in surplus:
-            if is_pinned(info.path, storage_for(info.path, options.storage_options)):
-                continue  # since it was asked
+            if now.get(info.path) != info or is_pinned(info.path, storage_for(info.path, options.storage_options)):
+                continue  # pinned, deleted or saved anew since it was asked
             delete(info, options.storage_options)
             if not options.json:
                 print(f"deleted {printable(info.path)}")

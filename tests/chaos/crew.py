@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -39,25 +40,30 @@ def run_all(
     """
     began = time.monotonic()
     whole = Report(seed)
-    with contextlib.ExitStack() as stack:
-        store = None
-        if any(setting.store == S3 for setting, _ in work):
-            home = directory / "server"
-            home.mkdir(parents=True)
-            running = stack.enter_context(STARTERS[server](home))
-            store = running.new_bucket(), dict(running.options)
-        # Left by an exception, it ends its processes; their nurseries end with them.
-        pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs))
-        run = functools.partial(_run, directory=directory / "runs", seed=seed, store=store)
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            store = None
+            if any(setting.store == S3 for setting, _ in work):
+                home = directory / "server"
+                home.mkdir(parents=True)
+                running = stack.enter_context(STARTERS[server](home))
+                store = running.new_bucket(), dict(running.options)
+            # Left by an exception, it ends its processes; their nurseries end when no training is left.
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs, _leave_stopping_to_the_parent))
+            run = functools.partial(_run, directory=directory / "runs", seed=seed, store=store)
             for report, lines in pool.imap_unordered(run, work):
                 whole.add(report)
                 for line in [*lines, f"  so far: {whole.kills} kills, {len(whole.violations)} violations"]:
                     say(line)
-        except KeyboardInterrupt:
-            whole.violations.append("the campaign was stopped before its end")
+    except KeyboardInterrupt:
+        whole.violations.append("the campaign was stopped before its end")
+        say(whole.violations[-1])
     whole.seconds = time.monotonic() - began
     return whole
+
+
+def _leave_stopping_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, lambda *_: None)  # of a terminal, which sends it to all; not ignored: heirs would, too
 
 
 def _run(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +22,7 @@ from tests.chaos.jobs import Job, LogTail
 from tests.chaos.judge import Judge
 from tests.chaos.kills import BETWEEN, COMMIT, RETENTION, STAGING, STARTING, WRITING, phase_hit
 from tests.chaos.places import LocalPlace, Place, StorePlace
+from tests.support.descendants import kill_all, members, new_mark
 from tests.support.servers import Server
 
 KILLS = 3
@@ -50,6 +55,29 @@ def test_killed_trainings_lose_nothing_and_end_as_if_never_killed(
     assert f"{KILLS} kills, 0 violations" in said[-1]
     assert f"{len(SHORT) * KILLS} kills in" in whole.table()
     assert list(tmp_path.iterdir()) == [], "clean runs are removed"
+
+
+@pytest.mark.slow
+def test_a_campaign_that_is_stopped_says_so_and_leaves_no_process(tmp_path: Path) -> None:
+    root, mark = Path(__file__).parents[2], new_mark()
+    command = [sys.executable, "tools/chaos.py", "--kills=9", "--only=lightning-sync-local", "--jobs=1"]
+    campaign = subprocess.Popen(
+        [*command, f"--directory={tmp_path}"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), **mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        while campaign.poll() is None and not list(tmp_path.glob("runs/*/events.jsonl")):
+            time.sleep(0.05)
+        campaign.terminate()
+        said, _ = campaign.communicate()
+        assert campaign.returncode == 1 and not members(mark), said
+    finally:
+        kill_all(mark)
+    assert "the campaign was stopped before its end" in said and "Traceback" not in said
 
 
 def test_the_plan_covers_every_cell_and_setting() -> None:

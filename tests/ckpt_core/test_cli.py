@@ -920,14 +920,16 @@ def test_ls_has_the_words_of_verify_for_what_cannot_be_read(
 ) -> None:
     (directory / "a.ckpt").write_bytes(b"")
     (directory / "b.ckpt").write_text("hello")
-    words = {"a.ckpt": "DAMAGED", "b.ckpt": "FOREIGN"}
-    assert main(["verify", str(directory)]) == 1
+    (directory / "c.safetensors").write_bytes(b"x" * 100)
+    paths = [str(directory), str(directory / "c.safetensors")]
+    words = {"a.ckpt": "DAMAGED", "b.ckpt": "FOREIGN", "c.safetensors": "DAMAGED"}
+    assert main(["verify", *paths]) == 1
     verified = {
         Path(line.split(": ")[0].split()[1]).name: line.split()[0] for line in capsys.readouterr().out.splitlines()
     }
-    assert main(["ls", str(directory)]) == 0
+    assert main(["ls", *paths]) == 0
     listed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert main(["ls", str(directory), "--json"]) == 0
+    assert main(["ls", *paths, "--json"]) == 0
     states = {Path(each["path"]).name: each["state"] for each in json.loads(capsys.readouterr().out)}
     assert verified == words and states == {name: word.lower() for name, word in words.items()}
     assert {Path(line[-1]).name: next(word for word in line if word.isupper()).rstrip(",") for line in listed} == words

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part, StorageError
 from ckpt_core.cli import main
+from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
 
 Capture = pytest.CaptureFixture[str]
@@ -267,6 +268,11 @@ def test_no_checkpoint_is_converted_into_itself(home: Path, capfd: Capture) -> N
         "cp run/a.ckpt run/c/a.ckpt --force",
         "sync run run/c",
         "sync run run/c/new --delete --yes",
+        "convert run/a.ckpt run/c/new --to file --force",
+        "convert run/a.ckpt run/c/new/a --to directory",
+        "convert run/a.ckpt run/c/new --to dcp",
+        "export run/c link/c/model --format safetensors",
+        "import dcp run/c/new --format dcp",
     ],
 )
 def test_nothing_is_written_into_a_checkpoint(words: str, home: Path, capfd: Capture) -> None:
@@ -274,6 +280,45 @@ def test_nothing_is_written_into_a_checkpoint(words: str, home: Path, capfd: Cap
     assert main(words.split()) == 1
     assert "the target is inside a checkpoint" in capfd.readouterr().err
     assert contents(home) == before
+
+
+INTO_ANOTHER = (
+    "cp run/a.ckpt run/c/",
+    "mv run/a.ckpt run/c/",
+    "sync other run/c",
+    "convert run/a.ckpt run/c/n --to file",
+)
+
+
+@pytest.mark.parametrize("words", INTO_ANOTHER)
+def test_nothing_is_written_into_a_checkpoint_of_a_newer_version(words: str, home: Path, capfd: Capture) -> None:
+    (home / "other").mkdir()
+    shutil.copy(home / "run" / "b.ckpt", home / "other" / "b.ckpt")
+    manifest = home / "run" / "c" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version":3', b'"version":4', 1))
+    before = contents(home)
+    assert main(words.split()) == 1
+    assert "the target is inside a checkpoint" in capfd.readouterr().err
+    assert contents(home) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@pytest.mark.parametrize("words", INTO_ANOTHER)
+def test_nothing_is_written_into_a_checkpoint_whose_manifest_may_not_be_read(
+    words: str, prepared: Path, anyones_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run", "other"):
+        shutil.copytree(prepared / "run", anyones_path / name)
+    for path in (anyones_path / "run", anyones_path / "run" / "c"):
+        path.chmod(0o777)
+    monkeypatch.chdir(anyones_path)
+    before = contents(anyones_path)
+    assert main(["verify", "run"]) == 0  # and imports what that user may not
+    with closed_to_this_user(anyones_path / "run" / "c" / "manifest.json"):
+        assert main(words.split()) == 1
+    said = capfd.readouterr().err
+    assert "Permission denied" in said and f"  file: {anyones_path / 'run' / 'c' / 'manifest.json'}\n" in said
+    assert "what to do: " in said and contents(anyones_path) == before
 
 
 @pytest.mark.parametrize("words", ["mv run/a.ckpt other/a.ckpt empty -f", "cp run other empty"])
@@ -307,6 +352,28 @@ def test_nothing_of_a_store_is_moved_into_a_checkpoint(home: Path, capfd: Captur
     assert main(["mv", f"{bucket}/run", f"{bucket}/run/c/new"]) == 1
     assert "the target is inside a checkpoint" in capfd.readouterr().err
     assert sorted(fsspec.filesystem("memory").find(bucket)) == before
+
+
+def test_nothing_is_written_where_a_store_refuses_the_manifest(
+    home: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, bucket = fsspec.filesystem("memory"), f"/{home.parent.name}"
+    assert main(["cp", "run", f"memory:/{bucket}/run"]) == 0
+    before = sorted(store.find(bucket))
+    info = type(store).info
+
+    def refuse(self: object, path: str, **options: object) -> object:
+        # As a key for some prefix is answered above it: that is no checkpoint, for all that anybody knows.
+        if path.endswith(("/run/c/manifest.json", f"{bucket}/manifest.json")):
+            raise PermissionError("Forbidden")
+        return info(self, path, **options)
+
+    monkeypatch.setattr(type(store), "info", refuse)
+    assert main(["cp", "run/a.ckpt", f"memory:/{bucket}/run/c/"]) == 1
+    said = capfd.readouterr().err
+    assert "Forbidden" in said and f"  file: memory:/{bucket}/run/c/manifest.json\n" in said
+    assert sorted(store.find(bucket)) == before
+    assert main(["cp", "run/a.ckpt", f"memory:/{bucket}/run/new/"]) == 0
 
 
 def test_links_are_moved_before_what_they_lead_to(home: Path, capfd: Capture) -> None:

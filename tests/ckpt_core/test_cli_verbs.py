@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
-from ckpt_core.cli import main
+from ckpt_core._pipeline import loading
+from ckpt_core.cli import main, tidying
 from ckpt_core.cli.command import _VERBS
 from ckpt_core.cli.parser import Commands, _Parser
 from ckpt_core.events import size_in_words
@@ -416,6 +417,53 @@ def test_verify_beside_a_run_calls_nothing_missing_that_was_deleted_meanwhile(ho
         "run/b.ckpt": "whole",
     }
     assert sorted(captured.err.splitlines()) == ["run/a.ckpt was deleted meanwhile", "run/c was deleted meanwhile"]
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "last"])
+def test_mv_beside_a_run_deletes_nothing_that_was_saved_meanwhile(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    source, target = tmp_path / "run" / name, tmp_path / "new" / name
+
+    def save(step: int) -> None:
+        state = {"w": torch.full((3,), float(step))}
+        if name == "last":
+            DirectoryCheckpointer(strategy="sync").save([Part("model", state, Kind.REPLICATED)], source)
+        else:
+            Checkpointer(strategy="sync").save(state, source)
+
+    def verify(path: str, **options: object) -> object:
+        if path == str(target):
+            save(2)
+        return verified(path, **options)
+
+    save(1)
+    verified = loading.verify
+    monkeypatch.setattr(loading, "verify", verify)
+    assert main(["mv", str(source), str(target)]) == 1
+    monkeypatch.undo()
+    said = capsys.readouterr().err
+    assert f"it was replaced while it was moved, and stays; what it was is at {target}" in said and "--force" in said
+    assert main(["diff", "--json", str(source), str(target)]) == 1, "step 2 and step 1"
+    assert main(["mv", "--force", str(source), str(target)]) == 0
+    assert not source.exists() and main(["verify", str(target)]) == 0
+
+
+def test_prune_deletes_nothing_that_was_saved_while_it_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    saved = [tmp_path / name for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
+    for step, path in enumerate(saved):
+        Checkpointer(strategy="sync").save({"step": step}, path)
+
+    def answer(_: object) -> bool:
+        Checkpointer(strategy="sync").save({"step": 9}, saved[0])
+        return True
+
+    monkeypatch.setattr(tidying, "agreed", answer)
+    assert main(["prune", str(tmp_path), "--keep", "latest=1"]) == 0
+    assert f"deleted {saved[1]}\n" in capsys.readouterr().out
+    assert sorted(tmp_path.iterdir()) == [saved[0], saved[2]]
 
 
 def test_cp_beside_a_run_leaves_out_what_was_deleted_meanwhile(home: Path, capsys: Capture) -> None:

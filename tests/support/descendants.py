@@ -7,24 +7,40 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 _NAME = "CKPT_TEST_DESCENDANTS_OF"
 
 
 def new_mark() -> dict[str, str]:
-    """Return a variable for the environment of a process, which its descendants inherit."""
-    return {_NAME: uuid.uuid4().hex}
+    """Return a variable for the environment of a process, which its descendants inherit, also those with marks."""
+    return {_NAME: os.environ.get(_NAME, "") + uuid.uuid4().hex}
+
+
+@contextlib.contextmanager
+def none_left() -> Iterator[None]:
+    """End the body at SIGTERM as at Ctrl-C, and SIGKILL what it has started when it ends, however that is."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    resource_tracker.ensure_running()  # before the mark: it tidies up after all others
+    mark = new_mark()
+    os.environ.update(mark)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        kill_all(mark)
 
 
 def members(mark: dict[str, str]) -> dict[int, list[str]]:
-    """Return the processes that were started with a mark, with their environments."""
+    """Return the processes that were started with a mark, or by those, with their environments."""
     (wanted,) = (f"{name}={value}" for name, value in mark.items())
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's; that of a dead one is empty
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            if wanted in variables:
+            if any(variable.startswith(wanted) for variable in variables):
                 found[int(entry.name)] = variables
     return found
 

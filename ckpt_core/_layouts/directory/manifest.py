@@ -164,6 +164,11 @@ def read_stamp(data: bytes, *, path: str) -> Stamp:
     return Stamp.read(data)
 
 
+def is_other_programs(data: bytes) -> bool:
+    """Return whether a file of a manifest's name has nothing that one of this package has, of whichever version."""
+    return bool(data) and _BEGINNING.match(data) is None and _LAST_LINE.fullmatch(data[-_LAST_LINE_SIZE:]) is None
+
+
 def _check_bytes(data: bytes, path: str) -> None:
     if not data:  # as a copy leaves it on a full disk
         raise CheckpointCorruptedError("the checkpoint's manifest is empty", path=path, remedy=_REMEDY)
