@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -75,6 +76,7 @@ _PREEMPTED = "preempted-step="
 _JUST_IN_TIME = "just-in-time-step="
 _DRAIN_SECONDS = 5.0  # for a save of all ranks that only waits for the disk, when one of them has died
 _NOT_EMPTY = "exists and is not empty"  # in Lightning's warning
+_AUTOMATIC = types.SimpleNamespace(automatic_optimization=True)
 
 
 class ResumableCheckpoint(ModelCheckpointBase):
@@ -369,7 +371,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
             save()
 
     def _after_batch(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        # under manual optimization, Lightning 2.6 saves at no time interval, and may save weights from before the step
+        module = pl_module if pl_module.automatic_optimization else _AUTOMATIC
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if self._auto_interval is not None:
             self._auto_interval.after_batch(lambda: self._save_for_restart(trainer))
         if self._memory is not None:

@@ -40,10 +40,13 @@ _EMPTIES = ("clear", "zero_")
 _MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
 _CLOCK_NAMES = """
     time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns now elapsed_time
+    time_elapsed time_remaining
 """
 _CLOCKS = frozenset(_CLOCK_NAMES.split())
 _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
+# by which a condition asks which step it is
+_WHEN = frozenset({"batch_idx", "current_epoch", "global_step", "sanity_checking", "training"})
 _CONSTANTS = _MAKES | {"float", "int", "math", "np", "numpy", "torch", "collections", "inf"}
 _ANY, _MADE = "any", "made"
 CONTAINERS = (dict, list, tuple, set, collections.deque)
@@ -145,8 +148,17 @@ class Source:
         return {by for to, by, is_sure in self._reader.resets.get(name, ()) if by and to == _MADE and is_sure}
 
     def set_in(self, name: str) -> set[str]:
-        """Return the names of the functions that set it unconditionally, without having read it."""
-        return self._reader.set_in.get(name, set())
+        """Return the names of the functions that set it unconditionally, without having read it.
+
+        Also of the methods that call one of these of their own object, always or in some steps or epochs.
+        """
+        found, ahead = set[str](), [*self._reader.set_in.get(name, ())]
+        while ahead:
+            one = ahead.pop()
+            if one not in found:
+                found.add(one)
+                ahead += self._reader.called_by.get(one, ())
+        return found
 
     def is_of_a_clock(self, name: str) -> bool:
         """Return whether it is a time, or comes of one."""
@@ -227,6 +239,7 @@ class _Reader(ast.NodeVisitor):
         self.made_once, self.set_freely, self.properties, self.of_clocks = (set[str]() for _ in range(4))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.set_in: dict[str, set[str]] = collections.defaultdict(set)
+        self.called_by: dict[str, set[str]] = collections.defaultdict(set)  # of the same object, as in set_in()
         # to which constant, by which function, and whether unconditionally
         self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
         # what functions store that comes of their variables, and what those of these names are given
@@ -238,6 +251,7 @@ class _Reader(ast.NodeVisitor):
         self._scopes = [_Scope(0, resets=False)]
         self._is_running = self._in_class = False
         self._depth = self._loops = 0
+        self._periods = 0  # how many conditions around here are of the step or epoch alone
         self._into: set[str] | None = self.decides
         self._is_none: str | None = None  # the name of which that is asked around here
         self._property: str | None = None  # the property that is computed here
@@ -397,6 +411,9 @@ class _Reader(ast.NodeVisitor):
         of = {"setdefault": self.filled_once, "cache_clear": self.cleared}.get(called)
         if of is not None:
             of.add(str(owner))
+        is_own = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
+        if is_own and self._functions and self._depth - self._periods == self._scopes[-1].depth:
+            self.called_by[called].add(self._functions[-1][0].partition(":")[0])
         changes = owner is not None and (called in _CHANGES or called.endswith("_"))
         with self._reading(None if owner is not None else self._into):
             if isinstance(node.func, ast.Attribute):
@@ -514,7 +531,8 @@ class _Reader(ast.NodeVisitor):
         self._flow(found, targets)
         if targets and into is not None and self._into is not None:
             into |= found
-        with self._within(_is_none=self._asks_for_none(node.test) or self._is_none):
+        asks_for_none = self._asks_for_none(node.test) or self._is_none
+        with self._within(_is_none=asks_for_none, _periods=self._periods + _asks_for_step(node.test)):
             self._all(node.body, conditional=True)
         self._all(node.orelse, conditional=True)
 
@@ -591,6 +609,7 @@ class _Reader(ast.NodeVisitor):
             _is_running=is_running,
             _in_class=False,
             _depth=0,
+            _periods=0,
             _loops=0,
             _into=None if node.name in _TELLING else into,
             _scopes=[_Scope(0, resets=node.name not in _AT_START and not is_running)],
@@ -626,6 +645,10 @@ def _local_to(function: Any) -> set[str]:
             found.add(node.id)
         ahead += ast.iter_child_nodes(node)
     return found - others
+
+
+def _asks_for_step(test: ast.expr) -> bool:
+    return any(getattr(part, "attr", getattr(part, "id", "")) in _WHEN for part in ast.walk(test))
 
 
 def _key(node: Any) -> str | None:

@@ -6,12 +6,14 @@ import inspect
 import logging
 import os
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -113,6 +115,43 @@ def test_runs_and_resumes_in_pytorch_lightning(tmp_path: Path) -> None:
         return digest(model.state_dict())
 
     assert run(1, None) == run(77, tmp_path / "saved" / "epoch=0-step=5.ckpt")
+
+
+class Manual(pl.LightningModule):
+    """Keeps its weights from before each step, as a warning of Lightning's asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = torch.nn.Linear(4, 1)
+        self.saved_models: dict[int, Any] = {}
+        self.after: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.saved_models[batch_idx] = {name: value.clone() for name, value in self.layer.state_dict().items()}
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layer(batch[1]).sum())
+        optimizer.step()
+        self.after.append(self.layer.weight.tolist())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(12), batch_size=4)
+
+
+@pytest.mark.parametrize("when", [{"train_time_interval": timedelta(0)}, {"every_n_train_steps": 1}], ids=" ".join)
+def test_manual_optimization_is_saved_as_it_is_after_each_step(when: dict[str, Any], tmp_path: Path) -> None:
+    callback = ResumableCheckpoint(tmp_path, save_top_k=-1, filename="{step}", **when)
+    trainer = pl.Trainer(callbacks=[callback], max_epochs=1, logger=False, accelerator="cpu", enable_progress_bar=False)
+    model = Manual()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*pre-optimization")
+        trainer.fit(model)
+    saved = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"] for step in (1, 2, 3)]
+    assert [state["layer.weight"].tolist() for state in saved] == model.after
 
 
 def test_last_in_a_fresh_object(tmp_path: Path) -> None:

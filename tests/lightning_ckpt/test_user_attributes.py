@@ -509,16 +509,23 @@ class SetsForTheNextStep(Model):
         super().__init__({"val": True})
         self.notes = Notes(directory / "notes")
         self.late_factor, self.late_level, self.late_scale, self.late_began = 1.0, 0, torch.ones(1), 0.0
-        self.late_weight = 1.0
+        self.late_weight = self.late_share = 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.add(f"{batch_idx} ")
         self.took = time.perf_counter() - self.late_began
-        parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) * self.late_weight
+        parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) * self.late_weight * self.late_share
         return super().training_step(batch, batch_idx) * parts
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.late_scale = torch.full((1,), 1 + self.trainer.current_epoch / 10)
+        self.anneal()
+
+    def anneal(self) -> None:
+        self.share(self.global_step)
+
+    def share(self, step: int) -> None:
+        self.late_share = 1 - step / 100
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import io
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from multiprocessing import Array, Value
 from pathlib import Path
@@ -141,11 +142,27 @@ def test_to_look_at_what_is_not_contiguous_does_not_copy_it(value: Any) -> None:
     assert fingerprint(value) != fingerprint(value[:-1])
 
 
-def test_a_file_that_is_mapped_into_memory_is_not_read(tmp_path: Path) -> None:
-    mapped = np.memmap(tmp_path / "data.bin", dtype=np.uint8, mode="w+", shape=(100,))
+@pytest.mark.parametrize(("mode", "size"), [("w+", 2**20), ("r", 100)], ids=["large", "read only"])
+def test_a_file_that_is_mapped_into_memory_is_not_read(mode: Any, size: int, tmp_path: Path) -> None:
+    written = np.memmap(tmp_path / "data.bin", dtype=np.uint8, mode="w+", shape=(size,))
+    mapped = np.memmap(tmp_path / "data.bin", dtype=np.uint8, mode=mode, shape=(size,))
     before = fingerprint(mapped)
-    mapped[3] = 1
+    written[3] = mapped[3] + 1
     assert fingerprint(mapped) == before
+
+
+def test_a_small_file_that_training_writes_is_compared_and_left_alone(tmp_path: Path) -> None:
+    owner = types.SimpleNamespace(losses=np.memmap(tmp_path / "losses.bin", np.float32, "w+", shape=(100,)))
+    plain = PlainState(owner)
+    began = plain.data()
+    owner.losses[3] = 1
+    saved = plain.data()
+    assert saved.keys() == began.keys() == {"losses"}
+    assert saved != began
+    assert plain.capture() == ({}, [])
+    assert PlainState(owner).data() == saved
+    owner.losses[4] = 1  # after the save, before a kill
+    assert PlainState(owner).data() != saved
 
 
 def test_a_change_in_one_of_many_arrays_is_seen() -> None:

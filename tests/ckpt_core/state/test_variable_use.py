@@ -295,3 +295,34 @@ def test_a_file_is_read_again_only_where_something_else_of_it_runs(
         assert source.set_back_by(".sum", 1, mark(0)) == {"reset"}
         assert source.keeps(":total", 1)
     assert reads == [["Meter"], ["train", "check"], ["train", "check"]]
+
+
+def test_a_value_is_set_by_all_whose_steps_call_what_sets_it(tmp_path: Path) -> None:
+    (tmp_path / "helped.py").write_text(
+        """
+class Model:
+    def on_train_batch_end(self):
+        if self.trainer.global_step % 5 == 0:
+            self.anneal()
+        if self.is_late():
+            self.slow_down()
+        other.shrink()
+
+    def anneal(self):
+        self.cool()
+
+    def cool(self):
+        self.heat = self.trainer.step / 10
+        self.anneal()
+
+    def slow_down(self):
+        self.speed = self.trainer.step / 10
+
+    def shrink(self):
+        self.size = self.trainer.step / 10
+"""
+    )
+    source = Source([str(tmp_path / "helped.py")])
+    assert source.set_in(".heat") == {"on_train_batch_end", "anneal", "cool"}
+    assert source.set_in(".speed") == {"slow_down"}
+    assert source.set_in(".size") == {"shrink"}
