@@ -547,8 +547,11 @@ def _fill(old: Any, new: Any) -> bool:
     if isinstance(old, torch.Tensor):
         if old.shape != new.shape or old.dtype != new.dtype:
             return False
-        with torch.no_grad():
+        # one of the inference mode is not to be changed, nor one whose elements share memory
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
             old.copy_(new)
+            return True
+        return False
     elif isinstance(old, np.ndarray):
         if old.shape != new.shape or old.dtype != new.dtype or not old.flags.writeable:
             return False

@@ -424,6 +424,8 @@ class _Reader(ast.NodeVisitor):
         logs = self._logs(node)
         tells = bool(_TELLS.fullmatch(called)) or logs
         into = self.logged if logs else None if tells else found if changes and owner in self.made else self._into
+        if into is self._into is not self.read_after and called.endswith("_"):
+            into = self.decides  # it changes something, whatever is done with what it returns
         with self._reading(into):
             self._all([*node.args, *node.keywords])
         if owner is None:

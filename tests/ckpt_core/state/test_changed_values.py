@@ -7,6 +7,7 @@ import enum
 import io
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from multiprocessing import Array, Value
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,18 @@ def test_a_list_in_the_place_of_a_dictionary_that_is_gone_is_looked_at_as_a_list
     owner.value[0] = True
     plain._types[id(owner.value)] = {}
     assert plain.capture()[1] == []
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize("make", [of_inference, lambda: torch.zeros(1).expand(3)], ids=["inference", "shared memory"])
+def test_a_tensor_that_cannot_be_changed_in_place_is_replaced(make: Callable[[], torch.Tensor]) -> None:
+    owner = types.SimpleNamespace(value=make())
+    PlainState(owner).restore({"value": {**(small(torch.arange(3.0), is_kept=True) or {}), "in_place": True}})
+    assert owner.value.tolist() == [0, 1, 2]
 
 
 def test_only_changes_are_captured_and_large_ones_are_named() -> None:

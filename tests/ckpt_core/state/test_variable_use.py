@@ -326,3 +326,24 @@ class Model:
     assert source.set_in(".heat") == {"on_train_batch_end", "anneal", "cool"}
     assert source.set_in(".speed") == {"slow_down"}
     assert source.set_in(".size") == {"shrink"}
+
+
+def test_what_is_given_to_a_change_in_place_decides(tmp_path: Path) -> None:
+    (tmp_path / "clips.py").write_text(
+        """
+class Model:
+    def __init__(self):
+        self.clip, self.norms, self.shown = 1.0, [], 0.0
+
+    def configure_gradient_clipping(self, optimizer):
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip)
+        self.norms.append(float(norm))
+        self.clip = sum(self.norms[-5:]) / 5
+        self.shown = norm + self.shown
+        print(self.shown)
+"""
+    )
+    source = Source([str(tmp_path / "clips.py")])
+    assert source.decides(".clip")
+    assert source.decides(".norms", holds=True)
+    assert not source.decides(".shown")
