@@ -372,7 +372,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _after_batch(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # under manual optimization, Lightning 2.6 saves at no time interval, and may save weights from before the step
-        module = pl_module if pl_module.automatic_optimization else _AUTOMATIC
+        module: Any = pl_module if pl_module.automatic_optimization else _AUTOMATIC
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if self._auto_interval is not None:
             self._auto_interval.after_batch(lambda: self._save_for_restart(trainer))
