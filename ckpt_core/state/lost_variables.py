@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ckpt_core.state.code_origin import is_library, is_librarys_module, is_users_file
-from ckpt_core.state.object_walk import OF_EVERY_MODULE, set_by_libraries
+from ckpt_core.state.object_walk import OF_EVERY_MODULE, STORE_ATTR, set_by_libraries, stored_by
 from ckpt_core.state.value_marks import (
     CACHE,
     CODE,
@@ -62,7 +62,7 @@ from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_hook, is_l
 
 logger = logging.getLogger(__name__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STORE_GLOBAL, _STORE_ATTR = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_ATTR"]
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _NAMED, _MODULES, _SOURCE = 5, 64, 1 << 20
 _MOST_GLOBAL = 256  # values in globals and classes: a look at more would take longer than a save
 
@@ -581,9 +581,7 @@ def _sets(method: object, name: str, *, in_place: bool) -> bool:
     function = inspect.unwrap(method) if isinstance(method, types.FunctionType) else None
     if not isinstance(function, types.FunctionType) or name not in function.__code__.co_names:
         return False
-    return in_place or any(
-        step.opcode == _STORE_ATTR and step.argval == name for step in dis.get_instructions(function.__code__)
-    )
+    return in_place or name in stored_by(function.__code__, STORE_ATTR)
 
 
 def _is_made_once(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
@@ -735,14 +733,14 @@ def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
         if os.path.isabs(file) and is_users_file(file):
             with contextlib.suppress(Exception):  # of modules that load what they are asked for
                 functions = list(_functions_in(module))
-                names = {name for function in functions for name in _set_by(function.__code__, _STORE_GLOBAL)}
+                names = {name for function in functions for name in stored_by(function.__code__, _STORE_GLOBAL)}
                 found[name] = _UserModule(module, names, [function for function in functions if _kept_by(function)])
                 every += functions
                 ahead.extend(_used_by(module))
     # a module's globals are set from others, too, as its attributes
     values = {n for one in found.values() for n, v in vars(one.module).items() if type(v) in (*NUMBERS, str)}
     setting = [one.__code__ for one in every if not values.isdisjoint(one.__code__.co_names)]
-    attributes = {name for code in setting for name in _set_by(code, _STORE_ATTR)} & values
+    attributes = {name for code in setting for name in stored_by(code, STORE_ATTR)} & values
     return [one._replace(names=one.names | (attributes & vars(one.module).keys())) for one in found.values()]
 
 
@@ -767,12 +765,6 @@ def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
                 inner = inspect.unwrap(getattr(function, "__func__", function))
                 if isinstance(inner, types.FunctionType):
                     yield inner
-
-
-def _set_by(code: types.CodeType, opcode: int) -> set[str]:
-    if opcode not in code.co_code[::2]:
-        return set()
-    return {step.argval for step in dis.get_instructions(code) if step.opcode == opcode}
 
 
 def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:

@@ -36,6 +36,7 @@ _ENTERED = ("torch.utils.data", "torch.nn", "transformers.data.data_collator", "
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_GENERATORS = frozenset({*_SCALARS, *_CONTAINERS, torch.Tensor, types.FunctionType, types.MethodType})
+STORE_ATTR = dis.opmap["STORE_ATTR"]
 #: The attributes that each module has, whatever its class.
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
@@ -79,13 +80,24 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=256)
 def set_by_libraries(kind: Any) -> frozenset[str]:
     """Return the attributes that methods of libraries' classes among the bases of a class set."""
-    names = set()
-    for base in filter(is_library, kind.__mro__):
-        for value in vars(base).values():
-            function = getattr(value, "__func__", getattr(value, "fset", value))
-            if isinstance(function, types.FunctionType):
-                names |= {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_ATTR"}
+    return frozenset().union(*map(_set_by_methods, filter(is_library, kind.__mro__)))
+
+
+@functools.lru_cache(maxsize=1024)  # most classes share the bases with the most methods
+def _set_by_methods(base: Any) -> frozenset[str]:
+    names = set[str]()
+    for value in vars(base).values():
+        function = getattr(value, "__func__", getattr(value, "fset", value))
+        if isinstance(function, types.FunctionType):
+            names |= stored_by(function.__code__, STORE_ATTR)
     return frozenset(names)
+
+
+def stored_by(code: types.CodeType, opcode: int) -> set[str]:
+    """Return the names that the instructions of one kind in a function's code have."""
+    if opcode not in code.co_code[::2]:
+        return set()
+    return {step.argval for step in dis.get_instructions(code) if step.opcode == opcode}
 
 
 def shared_value(value: Any, most: int = _SAMPLE) -> Any:
