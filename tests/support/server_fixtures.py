@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -22,7 +24,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     """All servers, started when they are first asked for; the workers of a run share them."""
     base = tmp_path_factory.getbasetemp()
     pool = ServerPool((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers")
-    yield pool
+    with pytest.MonkeyPatch.context() as patch:
+        with contextlib.suppress(ImportError):
+            from botocore.loaders import JSONFileLoader
+
+            # Each session would parse megabytes anew, which takes longer than most tests.
+            patch.setattr(JSONFileLoader, "load_file", staticmethod(functools.cache(JSONFileLoader().load_file)))
+        yield pool
     pool.close()
 
 
