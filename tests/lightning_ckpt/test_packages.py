@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from ckpt_core import verify
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from lightning_ckpt.io import STATE_KEY
+from tests.conftest import ScriptRunner
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
@@ -256,8 +255,9 @@ def test_a_configuration_says_on_what_to_save_and_end_as_a_program_does(
     assert (preemption.signals, preemption.look_every) == (signals, looks)
 
 
+@pytest.mark.extended_cells("lightning.pytorch")
 @pytest.mark.parametrize("package", PACKAGES)
-def test_messages_stay_with_the_logger_of_the_package_that_is_used(package: str) -> None:
+def test_messages_stay_with_the_logger_of_the_package_that_is_used(package: str, fork_script: ScriptRunner) -> None:
     code = f"""
 import {package}
 from lightning_utilities.core import rank_zero
@@ -265,12 +265,10 @@ before = rank_zero.log.name
 import lightning_ckpt
 print(before, rank_zero.log.name)
 """
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    before, after = run.stdout.split()
+    before, after = fork_script(code).stdout.split()
     assert before == after == f"{package}.utilities.rank_zero"
 
 
-def test_messages_go_to_lightning_if_no_package_was_imported() -> None:
+def test_messages_go_to_lightning_if_no_package_was_imported(fork_script: ScriptRunner) -> None:
     code = "import lightning_ckpt; from lightning_utilities.core import rank_zero; print(rank_zero.log.name)"
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.split() == ["lightning.pytorch.utilities.rank_zero"]
+    assert fork_script(code).stdout.split() == ["lightning.pytorch.utilities.rank_zero"]
