@@ -154,10 +154,16 @@ def _extend(items: list[pytest.Item]) -> None:
             cell.add_marker("extended")
 
 
+def pytest_collectstart() -> None:
+    """Look for no garbage while modules are imported: there is next to none."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep what was imported out of garbage collections, each of which would take a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

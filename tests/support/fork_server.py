@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -255,9 +256,11 @@ def _start(spec: dict[str, Any]) -> tuple[int, int]:
 
 def main() -> None:
     """Import; then run the scripts that are asked for, one a line."""
+    gc.disable()  # of what is imported nothing is garbage
     for module in sys.argv[1:]:
         importlib.import_module(module)
     get_ready()
+    gc.enable()
     for line in sys.stdin:
         spec = json.loads(line)
         print(json.dumps(_start(spec) if "script" in spec else _serve(spec)), flush=True)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ def get_ready() -> None:
         for name in CLOUDS:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+    # At the end of each child torch would take back one by one what it has registered here.
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
 
