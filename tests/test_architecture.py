@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -82,13 +83,24 @@ def modules_under(root: Path) -> dict[str, Path]:
     return {module_name(path, root): path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))}
 
 
+def nodes_of(path: Path, words: str) -> Iterator[ast.AST]:
+    """What is in the file, or nothing where none of the words, a regular expression, is: to parse all takes seconds."""
+    text = path.read_text(encoding="utf-8")
+    return ast.walk(ast.parse(text)) if re.search(words, text) else iter(())
+
+
+@functools.cache
+def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in nodes_of(path, "import") if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports_of(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
     """Line and name of each module imported anywhere in the file: at the top, in functions and for types only."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
             for alias in node.names:
@@ -169,7 +181,7 @@ def hidden_imports(root: Path) -> list[str]:
     for path in modules_under(root).values():
         if path.name == "__init__.py":
             continue  # names that a package loads when they are first used
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path, "import_module|__import__"):
             called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
             if called not in ("import_module", "__import__"):
                 continue
@@ -189,7 +201,7 @@ def uses_of_devices(root: Path) -> list[str]:
     for path in modules_under(root).values():
         if path.relative_to(root).parts[:2] == ("ckpt_core", "_devices"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path, "|".join(names)):
             if isinstance(node, ast.Attribute):
                 is_use = node.attr in {f"is_{kind}" for kind in kinds} or (
                     node.attr in names and ast.unparse(node.value) == "torch"
@@ -209,7 +221,7 @@ def private_names_of_lightning(root: Path) -> list[str]:
         package, folder = (*path.relative_to(root).parts, "")[:2]
         if package != "lightning_ckpt" or folder == "_private":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path, "trainer|strategy|fabric"):
             if isinstance(node, ast.Attribute):
                 owner, name = node.value, node.attr
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
@@ -232,7 +244,10 @@ def needless_lists(root: Path, public: set[str]) -> list[str]:
     """Modules with an ``__all__`` although nobody outside is promised a name of theirs, and they hand none on."""
     found = []
     for module, path in modules_under(root).items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if path.name == "__init__.py" or module in public or "__all__" not in text:
+            continue
+        tree = ast.parse(text)
         imports = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
         imported = {alias.asname or alias.name for alias in imports}
         lists = [
@@ -241,7 +256,7 @@ def needless_lists(root: Path, public: set[str]) -> list[str]:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and "__all__" in ast.unparse(node).partition("=")[0]
         ]
         hands_on = any(name in imported for value in lists if value for name in ast.literal_eval(value))
-        if lists and path.name != "__init__.py" and module not in public and not hands_on:
+        if lists and not hands_on:
             found.append(module)
     return found
 
