@@ -128,6 +128,7 @@ def test_a_frozen_worker_stops_snapshots_and_not_the_others(tmp_path: Path) -> N
     assert_complete(job)
 
 
+@pytest.mark.extended_cells("1-1")
 @pytest.mark.parametrize(("workers", "shards"), [(5, 3), (1, 1)])
 def test_another_number_of_workers_and_shards_goes_on(tmp_path: Path, workers: int, shards: int) -> None:
     job = Job(str(tmp_path / "checkpoints"), epochs=2, samples=480)

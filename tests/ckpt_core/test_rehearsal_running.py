@@ -26,6 +26,7 @@ rehearse([sys.executable, "-c", ENDS.format(parent=os.getpid(), how=sys.argv[1])
 """
 
 
+@pytest.mark.extended_cells("SIGTERM")
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
 def test_a_rehearsed_process_ends_with_the_one_that_started_it(tmp_path: Path, how: str) -> None:
     os.mkfifo(tmp_path / "held")

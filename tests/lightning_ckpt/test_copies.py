@@ -90,7 +90,7 @@ PLUGINS: dict[str, Any] = {
 }
 
 
-@pytest.mark.extended_cells("none", "sync")
+@pytest.mark.extended_cells("none", "sync", "sharded")
 @pytest.mark.parametrize("plugin", list(PLUGINS))
 def test_everything_in_a_fit_can_be_copied(tmp_path: Path, plugin: str) -> None:
     ends = []

@@ -125,6 +125,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 @pytest.mark.extended_cells(
     "plain-stock",
     "stateful, workers-stock",
+    "stateful stream, workers-stock",
     "stream, workers-stock",
     "inside validation-stock",
     "max_steps, epoch end-stock",

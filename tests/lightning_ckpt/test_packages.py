@@ -120,6 +120,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in missing]
 """
 
 
+@pytest.mark.extended_cells("lightning.pytorch-pytorch_lightning,lightning_fabric")
 @pytest.mark.parametrize(
     ("package", "missing"),
     [("lightning.pytorch", "pytorch_lightning,lightning_fabric"), ("pytorch_lightning", "lightning")],

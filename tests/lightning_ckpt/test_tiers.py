@@ -199,7 +199,7 @@ def names_in(bucket: Bucket) -> list[str]:
     return sorted(info.path.rpartition("/")[2] for info in infos)
 
 
-@pytest.mark.extended_cells("SyncCheckpointIO")
+@pytest.mark.extended_cells("SyncCheckpointIO", "ShardedCheckpointIO")
 @pytest.mark.parametrize("kind", PLUGINS)
 def test_last_and_best_on_an_empty_disk(kind: Any, bucket: Bucket, tmp_path: Path) -> None:
     first = fit(bucket, tmp_path, kind, max_steps=4, ckpt_path="last", save_last=True, monitor="loss", save_top_k=2)

@@ -327,7 +327,7 @@ def test_a_missing_rule_is_noticed(mutation: Mutation) -> None:
 PLANS = list(dict.fromkeys(mutation.plan for mutation in MUTATIONS))
 
 
-@pytest.mark.extended_cells("4", "5", "9")
+@pytest.mark.extended_cells("1", "2", "3", "4", "5", "7", "9")
 @pytest.mark.parametrize("plan", PLANS, ids=map(str, range(len(PLANS))))
 def test_with_all_rules_nothing_is_wrong(plan: Plan) -> None:
     assert kinds_of(plan, range(SEEDS), set()) == {}
