@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -76,7 +75,6 @@ _PREEMPTED = "preempted-step="
 _JUST_IN_TIME = "just-in-time-step="
 _DRAIN_SECONDS = 5.0  # for a save of all ranks that only waits for the disk, when one of them has died
 _NOT_EMPTY = "exists and is not empty"  # in Lightning's warning
-_AUTOMATIC = types.SimpleNamespace(automatic_optimization=True)
 
 
 class ResumableCheckpoint(ModelCheckpointBase):
@@ -372,7 +370,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _after_batch(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # under manual optimization, Lightning 2.6 saves at no time interval, and may save weights from before the step
-        module: Any = pl_module if pl_module.automatic_optimization else _AUTOMATIC
+        module: Any = pl_module if pl_module.automatic_optimization else _WithAutomaticOptimization(pl_module)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if self._auto_interval is not None:
             self._auto_interval.after_batch(lambda: self._save_for_restart(trainer))
@@ -998,6 +996,18 @@ class ResumableCheckpoint(ModelCheckpointBase):
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
         self._best_model_path = path
+
+
+class _WithAutomaticOptimization:
+    """A module, but for how it says that it is optimized."""
+
+    automatic_optimization = True
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _callbacks_of(trainer: Any) -> list[ResumableCheckpoint]:
