@@ -45,6 +45,7 @@ _read_before: MutableMapping[torch.Tensor, dict[int | None, tuple[int | None, st
 _waits = contextvars.ContextVar("waits", default=True)
 #: The fingerprint of what has changed on a device that may not be waited for.
 UNREAD = "unread"
+_KINDS = "biufcSU"  # of numpy's numbers and texts
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -467,7 +468,10 @@ def _is_of_numbers(value: Any, devices: set[str], *, is_kept: bool) -> bool:
 def _encoded(value: Any, left: list[int]) -> dict[str, Any]:
     is_filled = type(value) in _FILLED
     devices = set[str]()
-    encoded = {"value": _encode(dict(value) if is_filled else value, left, devices)}
+    try:
+        encoded = {"value": _encode(dict(value) if is_filled else value, left, devices)}
+    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise _TooMuch from error  # of a class that nobody thought of: a save must not end by it
     if len(devices) > 1:
         raise _TooMuch  # nobody would know where the numbers belong
     device = devices - {"cpu"}
@@ -478,18 +482,19 @@ def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
     if type(value) in (bool, int, float, complex, str, type(None)):
         return value
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or type(value) is not torch.Tensor:
+        if not _has_plain_numbers(value):
             raise _TooMuch
         devices.add(value.device.type)
         _spend(left, 1 if value.device.type == "cpu" else _FOR_ONE_OF_A_DEVICE, value.numel() * value.element_size())
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, np.memmap):
-        raise _TooMuch  # it would be written into a file of the user's
     if isinstance(value, np.ndarray):
+        # one of a file would be written into it
+        if type(value) is not np.ndarray or value.dtype.kind not in _KINDS + "mM":
+            raise _TooMuch
         _spend(left, 1, value.nbytes)
         array = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
         return {"array": array, "dtype": str(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, np.generic) and value.dtype != object:
+    if isinstance(value, np.generic) and value.dtype.kind in _KINDS and not isinstance(value.item(), np.generic):
         return {"scalar": value.item(), "dtype": str(value.dtype)}
     if type(value) is bytes:
         _spend(left, 1, len(value))
@@ -497,6 +502,9 @@ def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
     if type(value) not in _EXACT:
         raise _TooMuch
     _spend(left, len(value), 0)
+    inside = value.values() if isinstance(value, dict) else value
+    if sum(len(item) for item in inside if type(item) in _EXACT) > left[0]:
+        raise _TooMuch  # each save would copy half of a data set to find that out
     if isinstance(value, dict):
         return {"dict": [[_encode(key, left, devices), _encode(item, left, devices)] for key, item in value.items()]}
     kind, items = type(value).__name__, list(value)
@@ -506,11 +514,20 @@ def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
             return {kind: torch.tensor(items, dtype=torch.int64)}
         if kinds == {float}:
             return {kind: torch.tensor(items, dtype=torch.float64)}
-    if kinds == {torch.Tensor} and len({(i.shape, i.dtype, i.device, i.layout) for i in items}) == 1:
+    if (
+        kinds == {torch.Tensor}
+        and all(map(_has_plain_numbers, items))
+        and len({(i.shape, i.dtype, i.device, i.layout) for i in items}) == 1
+    ):
         devices.add(items[0].device.type)
         _spend(left, 0, len(items) * items[0].numel() * items[0].element_size())
         return {kind: {"stack": torch.stack([item.detach() for item in items]).to("cpu")}}
     return {kind: [_encode(item, left, devices) for item in items]}
+
+
+def _has_plain_numbers(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return is_plain and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _spend(left: list[int], items: int, size: int) -> None:

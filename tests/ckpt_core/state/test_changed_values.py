@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt_core.state import changed_values
 from ckpt_core.state.changed_values import UNREAD, PlainState, fingerprint, looks_without_waiting, small
 from tests.support.accelerators import CUDA, SIMULATED, Accelerator, SimulatedAccelerator
 
@@ -137,6 +138,19 @@ def test_only_changes_are_captured_and_large_ones_are_named() -> None:
     assert plain.capture() == ({}, ["value"])
 
 
+@pytest.mark.parametrize("kind", [list, enumerate])
+def test_little_of_a_data_set_is_copied_before_it_is_left_out(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = types.SimpleNamespace(records=[])
+    plain = PlainState(owner)
+    records = [{"text": "a", "number": 1, "known": [1.0]} for _ in range(100_000)]
+    owner.records = records if kind is list else dict(kind(records))
+    copied = []
+    encode = changed_values._encode
+    monkeypatch.setattr(changed_values, "_encode", lambda *given: (copied.append(1), encode(*given))[1])
+    assert plain.capture() == ({}, ["records"])
+    assert len(copied) < 5
+
+
 def test_a_shuffle_of_a_long_list_is_seen() -> None:
     order = list(range(1_000_000))
     before = fingerprint(order)
@@ -189,6 +203,31 @@ def test_of_a_list_of_a_thousand_large_arrays_a_part_is_looked_at() -> None:
     # one page each: more would be 256 GiB
     arrays = [np.broadcast_to(np.zeros(1), (2**25,)) for _ in range(1000)]
     assert fingerprint(arrays) == fingerprint(list(arrays))
+
+
+OF_OTHER_KINDS = {
+    "date": np.datetime64("2020-01-01"),
+    "nanoseconds": np.datetime64(1, "ns"),
+    "duration": np.timedelta64(1, "s"),
+    "extended": np.longdouble(1.5),
+    "record": np.zeros(1, dtype=[("a", "f4")])[0],
+    "records": np.zeros(3, dtype=[("a", "f4"), ("b", "i4")]),
+    "masked": np.ma.masked_array([1.0, 2.0], [0, 1]),
+    "dates in a list": [np.datetime64("2020-01-01")],
+    "meta": torch.zeros(3, device="meta"),
+    "several on meta": [torch.zeros(3, device="meta")] * 2,
+    "quantized": torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
+@pytest.mark.parametrize("kind", OF_OTHER_KINDS)
+def test_what_a_checkpoint_cannot_hold_is_left_out_and_named(kind: str) -> None:
+    owner = types.SimpleNamespace(value=0)
+    plain = PlainState(owner)
+    owner.value = OF_OTHER_KINDS[kind]
+    assert plain.capture() == ({}, ["value"])
+    assert small(owner.value, is_kept=True) is None
 
 
 class Phase(enum.Enum):
