@@ -67,7 +67,8 @@ CASES["three ranks"] = Case("on_train_batch_end", 3, {"wide": True}, THREE)
 RUNS = [
     *((name, "stock") for name in CASES),
     *(
-        (name, f"lightning_ckpt.io:{io}CheckpointIO")
+        # of ours, one in CI is enough
+        pytest.param(name, f"lightning_ckpt.io:{io}CheckpointIO", marks=[pytest.mark.slow] if io == "Sync" else [])
         for name in ("plain", "two ranks, workers, accumulation")
         for io in ("Sync", "Async")
     ),
@@ -131,8 +132,6 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     "max_steps, epoch end-stock",
     "two ranks, sampler of the user, epoch end-stock",
     "two ranks, workers, accumulation-stock",
-    "plain-lightning_ckpt.io:SyncCheckpointIO",
-    "two ranks, workers, accumulation-lightning_ckpt.io:SyncCheckpointIO",
 )
 @pytest.mark.parametrize(("name", "io"), RUNS)
 def test_killed_run_goes_on(

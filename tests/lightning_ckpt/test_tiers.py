@@ -199,8 +199,10 @@ def names_in(bucket: Bucket) -> list[str]:
     return sorted(info.path.rpartition("/")[2] for info in infos)
 
 
-@pytest.mark.extended_cells("SyncCheckpointIO", "ShardedCheckpointIO")
-@pytest.mark.parametrize("kind", PLUGINS)
+@pytest.mark.extended_cells("ShardedCheckpointIO")
+@pytest.mark.parametrize(
+    "kind", [AsyncCheckpointIO, ShardedCheckpointIO, pytest.param(SyncCheckpointIO, marks=pytest.mark.slow)]
+)
 def test_last_and_best_on_an_empty_disk(kind: Any, bucket: Bucket, tmp_path: Path) -> None:
     first = fit(bucket, tmp_path, kind, max_steps=4, ckpt_path="last", save_last=True, monitor="loss", save_top_k=2)
     assert first.global_step == 4

@@ -29,10 +29,16 @@ WINDOW = 16 * MIB
 ServerOf = Callable[[str], Server]
 
 PLACES = ("local", "memory", "moto", "azurite", "gcs", "moto fsspec")
-MORE_SERVERS = ("ceph", "rclone", "ceph fsspec", "rclone fsspec", "azurite fsspec")
+MORE_SERVERS = ("ceph", "rclone", "ceph fsspec", "azurite fsspec")
 
 
-@pytest.fixture(params=[*PLACES, *(pytest.param(name, marks=pytest.mark.extended) for name in MORE_SERVERS)])
+@pytest.fixture(
+    params=[
+        *PLACES,
+        *(pytest.param(name, marks=pytest.mark.extended) for name in MORE_SERVERS),
+        pytest.param("rclone fsspec", marks=pytest.mark.slow),  # a third server of S3 with that client
+    ]
+)
 def place_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
