@@ -38,9 +38,12 @@ _METHODS = """
 _CHANGES = frozenset(_METHODS.split())
 _EMPTIES = ("clear", "zero_")
 _MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
+# what returns times, and other things of this process and machine alone
 _CLOCK_NAMES = """
     time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns now elapsed_time
     time_elapsed time_remaining
+    getpid get_ident fileno gethostname getloadavg disk_usage virtual_memory
+    memory_allocated max_memory_allocated memory_reserved mem_get_info
 """
 _CLOCKS = frozenset(_CLOCK_NAMES.split())
 _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
@@ -161,7 +164,7 @@ class Source:
         return found
 
     def is_of_a_clock(self, name: str) -> bool:
-        """Return whether it is a time, or comes of one."""
+        """Return whether it is a time, or another thing of this process alone, or comes of one."""
         return any(name in self._comes_to(one) for one in self._reader.of_clocks)
 
     def is_set_to_a_literal(self, name: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
+import shutil
 import time
 import types
 import warnings
@@ -562,11 +564,12 @@ def test_the_time_of_another_process_is_not_put_back(tmp_path: Path) -> None:
 
 
 class Stops(Callback):
-    """Sets what ends a training: a handler of signals, and a budget of time."""
+    """Sets what ends a training: a handler of signals, a budget of time, and a disk that is full."""
 
     def __init__(self) -> None:
         self.asked_to_stop = self.used_up = False
         self.has_begun, self.used = time.monotonic(), 0.0
+        self.free_bytes = self.process = 0
 
     def handle(self, number: int, frame: Any) -> None:
         self.asked_to_stop = True
@@ -574,9 +577,14 @@ class Stops(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.used = time.monotonic() - self.has_begun
         self.used_up = self.used > 1
+        self.look()
+
+    def look(self) -> None:
+        self.free_bytes = shutil.disk_usage("/").free
+        self.process = os.getpid()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        trainer.should_stop = self.asked_to_stop or self.used_up
+        trainer.should_stop = self.asked_to_stop or self.used_up or self.free_bytes + self.process == 1
 
 
 def test_what_ends_a_training_is_not_put_back(tmp_path: Path) -> None:
@@ -586,6 +594,7 @@ def test_what_ends_a_training_is_not_put_back(tmp_path: Path) -> None:
     users = UsersObjects(trainer)
     users.training_starts()
     stops.asked_to_stop, stops.used_up, stops.used = True, True, 2.0
+    stops.look()
     with pytest.warns(UserWarning, match="`asked_to_stop`"):
         _, made = users.capture()
     assert not any(made.values())
