@@ -182,6 +182,11 @@ class Recording:
         self._used, self._loss, self._is_used, self._is_partial = [], None, False, window_open
         self._weights = None
 
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether the interrupted run has recorded steps that this one is yet to repeat."""
+        return self._recorder.repeats(self._number)
+
     def told(self) -> None:
         self._recorder.told()
 

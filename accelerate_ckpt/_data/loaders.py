@@ -73,6 +73,7 @@ class LoaderPositions:
         self._uses_at_restore = 0
         self._between: _BetweenEpochs | None = None
         self._told: set[str] = set()
+        self._reads_otherwise = False
         self._draws_between_epochs = self._draws_are_told = self._are_repeats_told = False
         self.leaves_loaders = False  # where they are, by the last restore: as stock, in a process that has trained
         self._begun_first: list[LoaderPosition] = []  # before this process has trained, if it began from nothing
@@ -368,8 +369,14 @@ class LoaderPositions:
     def reads_otherwise(self, cause: str) -> None:
         """Note that what a loader has read again was not what it had read; warn once."""
         self._say_once(f"this resume is not exact: {cause}")
+        self._reads_otherwise = True
         if self.recording is not None:
             self.recording.told()
+
+    @property
+    def says_otherwise(self) -> bool:
+        """Whether that was said, or the flight recorder is to compare steps, and says itself what differs."""
+        return self._reads_otherwise or (self.recording is not None and self.recording.repeats_steps)
 
     def ends(self, position: LoaderPosition) -> None:
         """Note that the script has gone through a whole loader."""
@@ -524,7 +531,7 @@ class LoaderPositions:
             causes.append(_REPEATED)
         if state.get("read_ahead"):
             causes.append(f"{_READ_AHEAD} when it was saved: the resume leaves out {_UNUSED}")
-        self._waiting, self._causes, self._rng_in_body = {}, causes, None
+        self._waiting, self._causes, self._rng_in_body, self._reads_otherwise = {}, causes, None, False
         positions = self._all()
         self._waiting = {number: saved for number, saved in enumerate(state["loaders"]) if saved}
         self._restored_rng, self._uses_at_restore = rng, self.uses.count

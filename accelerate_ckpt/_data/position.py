@@ -34,6 +34,10 @@ _DRAWS = (
 )
 _ON_ITS_OWN = f"{_DRAWS}; its order is reproduced only if it does not depend on them (num_workers=1 avoids that)"
 _OTHER_BATCH = f"{_DRAWS}; the batch before the saved position is another one now (num_workers=1 avoids that)"
+_OTHER_NEXT = (
+    "the next batch is another one than the run that saved had read (a dataset, sampler or collate_fn has state that "
+    "is not restored; or the script leaves out itself what was used: make its data as in a first run)"
+)
 _AHEAD = (
     "the script takes batches ahead of its training, and those that it had taken and not used when it saved are left "
     "out (let the DataLoader read ahead, with num_workers and prefetch_factor)"
@@ -202,6 +206,8 @@ class LoaderPosition:
             iterator = self._begin(leave_out)
         else:
             self._rng_after = self._run.take_rng() or RngState.capture()
+            # of an epoch, only the first process sees it
+            self._history.draws_while_reading |= bool(self._resumed["draws_while_reading"])
             if self._opening is not None:
                 self._opening.rng = self._rng_after
             if self._fits(self._resumed):
@@ -274,7 +280,22 @@ class LoaderPosition:
         if after is not None and self._resumed is not None:
             if self._fits(self._resumed):
                 self._tracker.fetched_ahead(self._resumed["pass"])
+                self._compare_next(self._resumed)
             after.restore()
+
+    def _compare_next(self, state: Mapping[str, Any]) -> None:
+        saved, found = state.get("next"), self._next_digests()
+        if saved is None or saved["steps"] != state["steps"] or saved == found or self.fetches is None:
+            return
+        # what is repeated is compared then; a run that goes back to a state of its own does something else on purpose
+        if not self._run.says_otherwise and not self.has_trained and self.problem(state) is None:
+            self._run.reads_otherwise(_OTHER_NEXT)
+
+    def _next_digests(self) -> dict[str, Any] | None:
+        """Return what tells the batches of the next step from others, if they are read."""
+        first, end = (step * self._internals.fetches for step in (self._steps, self._steps + 1))
+        digests = [self._digests.get(number) for number in range(first, end)]
+        return None if not digests or None in digests else {"steps": self._steps, "digests": digests}
 
     @property
     def leaves_one_out(self) -> bool:
@@ -350,6 +371,7 @@ class LoaderPosition:
             "idles": self.habit.idles,
             "finished": 0 if inside else self._steps,
             "in_last_body": in_last_body,
+            "next": self._next_digests() if inside else None,
             **(self._capture_inside() if inside else _NOTHING_INSIDE),
         }
 

@@ -344,6 +344,9 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     accelerator = session.accelerator
     with looks_without_waiting(not variables):
         data = session.data.capture()
+    if not variables:
+        for loader in filter(None, data["loaders"]):
+            loader["next"] = None  # which nobody knows of a rank that is lost
     state: dict[str, Any] = {
         "data": data,
         "gradients": session.open_gradients(copies=not variables),

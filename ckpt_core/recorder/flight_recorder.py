@@ -120,6 +120,10 @@ class FlightRecorder:
         """Note that the user has been told meanwhile that this resume is not exact."""
         self._is_said = True
 
+    def repeats(self, number: int) -> bool:
+        """Return whether a step of that number, or a later one, is to be compared when it is repeated."""
+        return self._resumes and any(other >= number for other in self._expected)
+
     def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool = False) -> None:
         """Continue from a checkpoint: what is recorded from now on repeats what was recorded after it.
 

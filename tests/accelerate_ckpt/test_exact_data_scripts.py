@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from accelerate_ckpt import attach
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private import data as private_data
+from accelerate_ckpt._recording import Recording
 from ckpt_core.errors import CheckpointError, CheckpointFormatError
 from tests.accelerate_ckpt.elastic_cells import Numbered, NumberedStream
 from tests.conftest import ACCELERATE
@@ -51,6 +52,11 @@ class Run:
         data = Numbered(SAMPLES) if dataset is None else dataset
         loader = DataLoader(data, **{"batch_size": 4, "shuffle": dataset is None, **kwargs})
         self.loader = self.accelerator.prepare(loader, None)[0]
+
+    def record(self) -> Run:
+        assert self.positions is not None
+        self.positions.recording = Recording(lambda: self.accelerator, lambda event: None, lambda line: None)
+        return self
 
     def capture(self) -> dict[str, Any]:
         assert self.positions is not None
@@ -119,6 +125,95 @@ def test_a_function_imported_by_name_before_attaching(fork_script: Any) -> None:
         assert [batch.tolist() for batch in skip_first_batches(other, 2)] == [[4, 5]]
     """
     fork_script(code, modules=ACCELERATE)
+
+
+class From(Sampler[int]):
+    """An order that begins later, as of scripts that make a sampler with the number of samples that were used."""
+
+    def __init__(self, consumed: int) -> None:
+        self.consumed = consumed
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1))
+        return iter(order[self.consumed :].tolist())
+
+
+class StreamFrom(IterableDataset[Any]):
+    def __init__(self, consumed: int) -> None:
+        self.consumed = consumed
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.consumed, SAMPLES))
+
+
+class Endless(Sampler[int]):
+    def __init__(self, consumed: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(8).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("made", "consumed", "taken", "exact"),
+    [
+        (From, 0, 3, True),
+        (From, 8, 2, False),
+        (From, 12, 3, False),  # and then it has no batch left
+        (StreamFrom, 0, 3, True),
+        (StreamFrom, 8, 2, False),
+        (Endless, 0, 3, False),  # its second order was drawn at another time
+        (Endless, 0, 4, True),  # with workers, which had drawn ahead, it is not
+    ],
+)
+def test_another_next_batch_than_had_been_read_is_said(
+    made: Any, consumed: int, taken: int, exact: bool, workers: int
+) -> None:
+    def run(seed: int, consumed: int = 0) -> Run:
+        given = made(consumed)
+        data = {"dataset": given} if made is StreamFrom else {"dataset": Numbered(SAMPLES), "sampler": given}
+        return Run(seed, num_workers=workers, config={"dispatch_batches": False}, **data).record()
+
+    first, following = run(1), []
+    for number, batch in enumerate(first.loader, 1):
+        torch.rand(1)  # as a model does
+        if number == taken:
+            state = first.capture()
+        elif number > taken:
+            following = batch.tolist()
+            break
+    resumed = run(2, consumed).restore(state)
+    found = [batch.tolist() for batch in islice(resumed.loader, 1)]
+    said = [message for message in resumed.warned if "the next batch is another one" in message]
+    exact &= not (made is Endless and workers)
+    assert (found == [following], len(said), len(resumed.warned)) == (exact, not exact, not exact)
+
+
+class Noisy(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[float]:
+        return (index + float(torch.rand(())) for index in range(SAMPLES))
+
+
+def test_a_stream_that_draws_is_known_to_in_a_run_that_was_itself_resumed() -> None:
+    first = Run(dataset=Noisy(), batch_size=2, config={"dispatch_batches": False}).record()
+    states, whole = [], []
+    for batch in first.loader:
+        whole.append(batch.tolist())
+        states.append(first.capture())
+    state = states[1]
+    for place in (3, 5):  # of each resume, the first of two batches
+        resumed = Run(2, dataset=Noisy(), batch_size=2, config={"dispatch_batches": False}).record().restore(state)
+        for number, batch in enumerate(resumed.loader, place):
+            assert batch.tolist() == whole[number - 1]
+            if number == place + 1:
+                state = resumed.capture()
+                break
+        assert resumed.warned == [] and state["loaders"][0]["draws_while_reading"]
 
 
 def test_another_number_to_skip_is_said(caplog: pytest.LogCaptureFixture) -> None:
