@@ -103,15 +103,18 @@ class EpochStart:
     def _quiet(self) -> Iterator[None]:
         # the rows and warnings of the first time are there
         trainer = self._internals.trainer
-        loggers, callbacks = list(trainer.loggers), list(trainer.callbacks)
+        loggers = list(trainer.loggers)
         trainer.loggers = [_Quiet(logger) for logger in loggers]
-        trainer.callbacks = [cb for cb in callbacks if not _NOT_AGAIN & {base.__name__ for base in type(cb).__mro__}]
+        left_out = [(number, cb) for number, cb in enumerate(trainer.callbacks) if _is_not_run_again(cb)]
+        trainer.callbacks = [cb for cb in trainer.callbacks if not _is_not_run_again(cb)]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
         finally:
-            trainer.loggers, trainer.callbacks = loggers, callbacks
+            trainer.loggers = loggers
+            for number, callback in left_out:  # hooks may have added others
+                trainer.callbacks.insert(number, callback)
 
     @contextlib.contextmanager
     def _kept_metrics(self, module: torch.nn.Module) -> Iterator[None]:
@@ -157,6 +160,10 @@ class EpochStart:
                 changed = tensor is not same or tensor._version != version
                 if value is not None and changed and tensor.shape == value.shape:
                     tensor.copy_(value)
+
+
+def _is_not_run_again(callback: object) -> bool:
+    return not _NOT_AGAIN.isdisjoint(base.__name__ for base in type(callback).__mro__)
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -198,6 +198,17 @@ class Scaled(Model):
         return super().loss(batch) * self.scale
 
 
+class ScalesWhileItTrains(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.scale = 1 + trainer.global_step / 100
+
+
+class AddsACallback(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not any(isinstance(callback, ScalesWhileItTrains) for callback in trainer.callbacks):
+            trainer.callbacks.append(ScalesWhileItTrains())
+
+
 class FineTuned(Model):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
@@ -243,6 +254,7 @@ TRAININGS = {
     "running window": Training(Runs),
     "set_epoch": Training(TellsItsData),
     "callback": Training(Scaled, lambda: [ScalesTheLoss()]),
+    "callback that adds one": Training(Scaled, lambda: [AddsACallback()]),
     "callback with an array": Training(Model, lambda: [CountsInAnArray()]),
     "groups of parameters": Training(AddsGroups),
     "fine-tuning": Training(FineTuned, lambda: [Thaws()]),
