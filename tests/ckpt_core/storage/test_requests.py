@@ -42,7 +42,7 @@ def state_of(tensors: int, nbytes: int) -> dict[str, Any]:
         (1, 40 * MIB, 2 + 3),  # windows of 16 MiB
         (100, 200_000, 2 + 3),  # of 8 MiB at the most
         (12, 3 * MIB, 2 + 6),
-        (4000, 10, 3 + 2),  # an end that is longer than what is read at first
+        (1500, 10, 3 + 2),  # an end that is longer than what is read at first
     ],
 )
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
