@@ -11,7 +11,7 @@ from ckpt_core.cli.output import complain, count, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
-from ckpt_core.paths import is_remote, local_path
+from ckpt_core.paths import full_path, is_remote, local_path
 from ckpt_core.storage.local import files_of
 
 
@@ -73,6 +73,7 @@ def _du(options: Options) -> int:
         is_part = any(place.path.startswith(f"{path}/") for path, _ in found)
         if not is_part and place.foreign(options.storage_options) is not None:
             found.append((place.path.rstrip("/"), size_at(place.path, options.storage_options)))
+    found = list({full_path(path): (path, size) for path, size in reversed(found)}.values())[::-1]  # each once
     disk = _Disk()
     for path, _ in found:
         if not is_remote(path):

@@ -169,10 +169,14 @@ def import_entries(
     storage = storage_for(origin, storage_options)
     entries = [entry for entry in entries_of_dcp(origin, storage) if entry.path != (STRUCTURE,)]
     if only is not None:
-        missing = sorted(set(only) - {entry.path[0] for entry in entries})
+        first = {entry.path[0] for entry in entries}
+        missing = sorted(set(only) - first)
         if missing:
             raise StateMismatchError(
-                f"the checkpoint has nothing below {missing}", path=origin, key=str(missing[0]), remedy="check only="
+                f"the checkpoint has nothing below {missing}; it has {', '.join(sorted(map(str, first))[:10])}",
+                path=origin,
+                key=str(missing[0]),
+                remedy="check only= (--only)",
             )
         entries = [entry for entry in entries if entry.path[0] in only]
     chunks: dict[str, list[Chunk]] = {}

@@ -227,6 +227,15 @@ def test_du_counts_what_other_programs_wrote(write: Callable[[Path], None], tmp_
     assert (found["bytes"], len(found["checkpoints"])) == (size_of(both), 2)
 
 
+@pytest.mark.usefixtures("home")
+def test_du_counts_once_what_is_named_twice(capsys: Capture) -> None:
+    said = []
+    for words in (["run", "dcp"], ["run/a.ckpt", "run", "dcp", "run/c/", "dcp/", "./run"]):
+        assert main(["du", *words]) == 0
+        said.append(sorted(line.removesuffix("/").replace("./", "") for line in capsys.readouterr().out.splitlines()))
+    assert said[0] == said[1] and len(said[0]) == 5
+
+
 def dcp_files(path: Path) -> None:
     dcp.save({"model": {"w": torch.ones(3)}, "step": 1}, checkpoint_id=path, no_dist=True)
 
