@@ -435,7 +435,11 @@ def write_page(processes: Sequence[Process], target: str) -> None:
         OSError: It cannot be written.
     """
     _refuse_other_file(target, _PAGE)
-    Path(target).write_text(page_of(processes), encoding="utf-8")
+    try:
+        Path(target).write_text(page_of(processes), encoding="utf-8")
+    except OSError as error:
+        error.filename = error.filename or target  # a full disk does not say where it is
+        raise
 
 
 def _refuse_other_file(target: str, beginning: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import overload
 import torch
 
 from ckpt_core._layouts.safetensors import TensorInfo
-from ckpt_core.errors import StorageError
+from ckpt_core.errors import CheckpointError, StorageError
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import is_remote, local_path, storage_for
 from ckpt_core.storage.failures import storage_error
@@ -169,9 +169,11 @@ def new_directory(target: StrPath) -> Iterator[str]:
             _sync(hidden)
             os.rename(hidden, path)
             sync_file(os.path.dirname(path))
-    except StorageError:
+    except CheckpointError:
         raise
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        if not isinstance(error, OSError) and "inline_container" not in str(error):  # torch's, on a full disk
+            raise
         raise StorageError(
             f"the export could not be written: {error}",
             path=path,

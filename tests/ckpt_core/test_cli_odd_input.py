@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -392,6 +393,29 @@ def test_what_may_run_code_names_the_option_that_allows_it(words: str, home: Pat
     assert main(words.split()) in (1, 2)
     assert "take --allow-pickle" in capfd.readouterr().err
     assert main([*words.split(), "--allow-pickle"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "export large new --format dcp",
+        "export large new --format safetensors",
+        "convert large new --to accelerate",
+        "report events.jsonl -o new",
+    ],
+)
+def test_a_full_disk_is_told_by_the_name_of_the_file(words: str, home: Path, capfd: Capture) -> None:
+    large = Part("model", {"w": torch.ones(10_000)}, Kind.REPLICATED)
+    DirectoryCheckpointer(strategy="sync").save([large], home / "large")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if "dcp" in words else 2000, limits[1]))
+        code, _, error = ran(words.split(), capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1 and ("File too large" in error or "could not be written" in error) and "Traceback" not in error
+    assert "new" in error and not (home / "new").is_dir()
 
 
 @pytest.mark.usefixtures("home")
