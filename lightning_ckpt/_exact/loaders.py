@@ -426,6 +426,8 @@ class TrainingData:
 
     def _iterate_from(self, state: Mapping[str, Any], make_iterators: Callable[[], Any]) -> None:
         self._pending = None
+        # of an epoch, only the first process sees it
+        self._history.draws_while_reading |= state.get("last_rng") is not None
         pairs = list(zip(self._trackers, state["loaders"], strict=True))
         again = sum(tracker.batches_to_read_again(saved) for tracker, saved in pairs)
         if again:

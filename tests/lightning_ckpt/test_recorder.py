@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ckpt import ResumableCheckpoint
 from tests.campaign.judging import Point
@@ -247,6 +248,27 @@ def test_a_stream_whose_order_depends_on_other_draws_is_said(fork_script: Script
     (found,) = judged(fork_script, tmp_path, "loader: chained streams", UNRECORDED)
     assert found["verdict"] == "said", found
     assert "was read again" in found["recorder"]
+
+
+class Draws(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch * torch.rand(1), batch_idx)
+
+
+class NoisyStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (torch.full((32,), float(number)) + torch.rand(32) for number in range(12))
+
+
+def test_a_stream_that_draws_is_known_to_in_a_run_that_was_itself_resumed(tmp_path: Path) -> None:
+    for until in (3, 5, 8):  # all in one epoch
+        callback = ResumableCheckpoint(tmp_path, every_n_train_steps=1)
+        settings: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(accelerator="cpu", max_steps=until, callbacks=[callback], **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Draws(), DataLoader(NoisyStream()), ckpt_path="last" if until > 3 else None)
+        assert [str(one.message) for one in caught if "exact" in str(one.message)] == []
 
 
 class ReadsAhead(DataLoader[Any]):
