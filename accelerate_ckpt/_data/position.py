@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -41,6 +42,10 @@ _OTHER_NEXT = (
 _AHEAD = (
     "the script takes batches ahead of its training, and those that it had taken and not used when it saved are left "
     "out (let the DataLoader read ahead, with num_workers and prefetch_factor)"
+)
+_INTERRUPTED = (
+    "it was saved after an exception had ended the loop over a loader, and the script begins with that loader's first "
+    "batch again (leave out what was used by accelerator.skip_first_batches, or save inside the loop)"
 )
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"
@@ -82,6 +87,7 @@ class LoaderPosition:
         self._division = Division(self._internals, self._tracker, world_size)
         self._internals.before_iterator(self._make_iterator)
         self._iteration_number = 0
+        self._handled = id(None)  # the exception that the script handles as this iteration begins
         self._captured = 0  # the last iteration of which others know what it has begun with
         self._phase = BETWEEN
         self._made = False
@@ -173,6 +179,7 @@ class LoaderPosition:
         self._iteration_number += 1
         self._phase, self._made, self._steps = INSIDE, False, 0
         self._backwards_before = self._run.uses.backwards
+        self._handled = id(sys.exc_info()[1])
         self.habit.begin()
         opening = self._opening
         if opening is not None:
@@ -372,6 +379,7 @@ class LoaderPosition:
             "finished": 0 if inside else self._steps,
             "in_last_body": in_last_body,
             "next": self._next_digests() if inside else None,
+            "interrupted": phase == LEFT and id(sys.exc_info()[1]) not in (id(None), self._handled),
             **(self._capture_inside() if inside else _NOTHING_INSIDE),
         }
 
@@ -633,6 +641,8 @@ class LoaderPosition:
             if not opening.is_unused(self._run.uses):
                 self._opening = None
                 opening.tell()
+                if opening.state.get("interrupted") and self._resumed is None:
+                    self._run.reads_otherwise(_INTERRUPTED)
                 if opening.reads_ahead:
                     self._run.reads_otherwise(_AHEAD)
                 return Next.BATCH

@@ -281,6 +281,35 @@ def test_left_early_and_saved_then_a_script_that_skips_goes_on() -> None:
     assert resumed.epoch(loader=resumed.accelerator.skip_first_batches(resumed.loader, 2)) == whole[2:]
 
 
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_saved_after_an_exception_has_ended_the_loop_then_a_new_iteration_is_said(raises: bool, skips: bool) -> None:
+    run = Run()
+    whole, run = run.epoch(), Run()
+    try:
+        raise ValueError  # a script may train while it handles something else
+    except ValueError:
+        try:
+            for number, _ in enumerate(run.loader, 1):
+                run.positions.uses.note()
+                if number == 2 and raises:
+                    raise KeyboardInterrupt
+                if number == 2:
+                    break
+            state = run.capture()
+        except KeyboardInterrupt:
+            state = run.capture()
+    resumed = Run(2).restore(state)
+    found = []
+    for number, batch in enumerate(resumed.loader, 1):
+        if skips and number <= 2:
+            continue
+        found.append(batch.tolist())
+        resumed.positions.uses.note()
+    assert (found == whole[2:]) == skips
+    assert ["after an exception" in message for message in resumed.warned] == [True] * (raises and not skips)
+
+
 def test_left_early_and_saved_then_a_stateful_loader_goes_on() -> None:
     config = {"use_stateful_dataloader": True}
     whole = Run(config=config).epoch()
