@@ -145,7 +145,7 @@ def _prune(options: Options) -> int:
                 problem = f"the newest checkpoint {newest.path} {why}"
         else:
             return fail(options, f"nothing was deleted, because {problem}", Exit.FAILED, said_by="ckpt prune")
-    if is_done:
+    if is_done and surplus:
         now = {info.path: info for info in find(options.directory, options.storage_options, failures={}).checkpoints}
         for info in surplus:
             if now.get(info.path) != info or is_pinned(info.path, storage_for(info.path, options.storage_options)):
