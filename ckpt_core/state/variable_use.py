@@ -27,7 +27,7 @@ CELL = "()"
 # what only tells people of a value, or writes it down
 _TELLS = re.compile(
     r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
-    r"|format|write\w*|isinstance|type|id|assert\w*|join"
+    r"|format|write\w*|flush|close|isinstance|type|id|assert\w*|join"
 )
 # what hands it to a tracker, as "log" does with a dictionary; by what else Lightning's modules log, callbacks decide
 _LOGS = re.compile(r"add_scalars?|log_metrics?|log_scalars?")

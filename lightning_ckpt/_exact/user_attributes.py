@@ -78,6 +78,7 @@ class UsersObjects(Live):
         }
         self.generators = Carried(self._owners, plain=False)
         self._at_start: Digests = {}
+        self._begun: Digests | None = None  # after the module's own on_train_start, in a run that is no resume
         self._by_hooks: Digests = {}
         self._by_hooks_before: Digests = {}  # in the run that is resumed from
         self._copies: dict[str, dict[str, Any]] = {}
@@ -108,6 +109,7 @@ class UsersObjects(Live):
     def epoch_began(self, before: Digests) -> None:
         """The hooks of the epoch's start have run; ``before`` are the digests from before them."""
         self.generators.look()
+        self._begun = before if self._begun is None else self._begun
         for name, now in self.digests().items():
             made, earlier = self._by_hooks.setdefault(name, {}), before.get(name, {})
             for path, digest in now.items():
@@ -243,6 +245,8 @@ class UsersObjects(Live):
 
     def _first(self, name: str, path: str) -> str:
         made = self._by_hooks.get(name, {}).get(path, "")
+        if self._set_back.get((name, path), False):  # by more than what a resume does, too
+            made = (self._begun or {}).get(name, {}).get(path, made)
         return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, made))
 
     def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
@@ -290,6 +294,7 @@ class UsersObjects(Live):
     def resume(self, set_by_hooks: Mapping[str, Mapping[str, str]]) -> None:
         """Know what :meth:`set_by_hooks` returned when it was saved."""
         self._by_hooks_before = {name: dict(digests) for name, digests in set_by_hooks.items()}
+        self._begun = {}
 
     def make_again(self, made: Mapping[str, Mapping[str, Any]]) -> None:
         """Put back the attributes that training made or filled, and that neither the script nor a state has again."""

@@ -503,6 +503,10 @@ class Notes:
         assert self.file is not None
         self.file.write(text)
 
+    def __del__(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
 
 class SetsForTheNextStep(Model):
     """Sets in late hooks what early ones use, as published code does; a file is opened in each process."""
@@ -513,17 +517,21 @@ class SetsForTheNextStep(Model):
         self.late_factor, self.late_level, self.late_scale, self.late_began = 1.0, 0, torch.ones(1), 0.0
         self.late_weight = self.late_share = 1.0
 
+    def on_train_start(self) -> None:
+        self.late_part = 1.0
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.add(f"{batch_idx} ")
         self.took = time.perf_counter() - self.late_began
         parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) * self.late_weight * self.late_share
-        return super().training_step(batch, batch_idx) * parts
+        return super().training_step(batch, batch_idx) * parts * self.late_part
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.late_scale = torch.full((1,), 1 + self.trainer.current_epoch / 10)
         self.anneal()
 
     def anneal(self) -> None:
+        self.late_part = 1 + self.global_step / 100
         self.share(self.global_step)
 
     def share(self, step: int) -> None:
