@@ -37,8 +37,9 @@ $(READY): pyproject.toml constraints.txt
 	rm -rf *.egg-info
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --quiet --no-compile --constraint constraints.txt torch==2.13.0
-	$(COMPILE) .venv/lib & $(BIN)/python -m pip install --quiet --quiet --no-compile --constraint constraints.txt \
-	  --editable '.[test,lint]'; status=$$?; wait; exit $$status
+	@trap 'kill $$compiler $$pip' INT TERM; $(COMPILE) .venv/lib & compiler=$$!; \
+	  $(BIN)/python -m pip install --quiet --quiet --no-compile --constraint constraints.txt --editable '.[test,lint]' & \
+	  pip=$$!; wait $$pip; status=$$?; wait $$compiler; exit $$status
 	$(COMPILE) -j 0 .venv/lib ckpt_core ckpt_async lightning_ckpt accelerate_ckpt || true
 	@touch $@
 
