@@ -10,9 +10,9 @@ from ckpt_core.cli.finding import (
     find,
     find_foreign,
     no_checkpoint,
-    refuse_inside_checkpoint,
     refuse_itself,
     refuse_other_data,
+    refuse_target_inside_checkpoint,
     size_at,
 )
 from ckpt_core.cli.output import print_json, printable
@@ -20,7 +20,7 @@ from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.events import size_in_words
-from ckpt_core.paths import full_path
+from ckpt_core.paths import full_path, is_remote
 from ckpt_core.storage import Storage, storage_for
 from ckpt_core.storage.base import is_directory_checkpoint
 
@@ -122,10 +122,11 @@ def _run_conversion(options: Options) -> None:
     if not found.is_checkpoint and find_foreign(options.source, options.storage_options) is None:
         raise no_checkpoint(found, options.storage_options)
     path = full_path(options.source)
-    refuse_inside_checkpoint(os.path.dirname(full_path(options.target).rstrip("/")), options.storage_options)
     if options.to in _OURS:
         refuse_itself(path, full_path(options.target))
         refuse_other_data(options.target, options.storage_options, force=options.force)
+    if options.to in _OURS or not is_remote(options.target):
+        refuse_target_inside_checkpoint(options.target, options.storage_options)
     storage = storage_for(path, options.storage_options)
     is_ours = is_directory_checkpoint(storage, path)
     is_foreign = not is_ours and not found.is_checkpoint
@@ -216,8 +217,8 @@ def _import(options: Options) -> int:
             remedy=f"give the directory that dcp.save wrote, or that of a model; of a torch file: ckpt convert "
             f"{options.path} {options.target} --to directory",
         )
-    refuse_inside_checkpoint(os.path.dirname(full_path(options.target).rstrip("/")), options.storage_options)
     refuse_other_data(options.target, options.storage_options, force=options.force)
+    refuse_target_inside_checkpoint(options.target, options.storage_options)
     with progress(options, "import", 2 * size_at(options.path, options.storage_options)):
         if options.format == "dcp":
             interchange.import_dcp(

@@ -168,45 +168,63 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
 
 
-def refuse_inside_checkpoint(directory: str, storage_options: dict[str, Any] | None) -> None:
-    """Refuse to write into a checkpoint: whoever deletes it, such as ``mv`` or retention, deletes all that is in it."""
-    path = full_path(directory).rstrip("/")
-    path = path if is_remote(path) else os.path.realpath(path)
+def refuse_inside_checkpoint(
+    directory: str, storage_options: dict[str, Any] | None, *, checked: set[str] | None = None
+) -> None:
+    """Refuse to write into a checkpoint: whoever deletes it, such as ``mv`` or retention, deletes all that is in it.
+
+    ``checked`` are directories that are in none, to which those are added that have been looked at.
+
+    Raises:
+        StorageError: It is one, or is inside of one; or the manifest in it cannot be read.
+    """
+    checked = set() if checked is None else checked
+    path = full_path(directory)
+    path = named = path.rstrip("/") if is_remote(path) else os.path.realpath(path)
     storage = storage_for(path, storage_options)
-    while path.rstrip("/") and not path.endswith(":/"):
-        if _has_own_manifest(storage, path):
+    while path.rstrip("/") and not path.endswith(":/") and path not in checked:
+        try:
+            is_checkpoint = _has_own_manifest(storage, path)
+        except StorageError:
+            if path == named and _is_listed(storage, path):
+                raise
+            return  # such as above the prefix that a key is for
+        if is_checkpoint:
             raise StorageError(
                 "the target is inside a checkpoint, and would be deleted with it",
                 path=path,
                 remedy="name a directory of checkpoints as the target",
             )
+        checked.add(path)
         path = path.rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
 
 
-def _has_own_manifest(storage: Storage, path: str) -> bool:
-    """Whether a directory is a checkpoint of any version, and has not one of the many other files of that name.
+def refuse_target_inside_checkpoint(target: str, storage_options: dict[str, Any] | None) -> None:
+    """Refuse a target whose directory is a checkpoint, or inside of one."""
+    place = full_path(target).rstrip("/")
+    parent = place.rpartition("/")[0] if is_remote(place) else os.path.dirname(place)
+    if is_remote(parent) or not is_remote(place):  # of a bucket, there is none
+        refuse_inside_checkpoint(parent, storage_options)
 
-    Raises:
-        StorageError: There is such a file, which cannot be read.
-    """
+
+def _has_own_manifest(storage: Storage, path: str) -> bool:
+    """Whether a directory is a checkpoint of any version, and has not one of the many other files of that name."""
     from ckpt_core._layouts.directory.manifest import is_other_programs
 
     place = f"{path}/{MANIFEST_NAME}"
+    if not (storage.exists(place) if is_remote(place) else os.path.isfile(place)):
+        return False
     try:
-        if not storage.exists(place):
-            return False
-    except StorageError:
-        try:
-            if all(file.path != place for file in storage.list(path)):
-                return False
-        except StorageError:
-            return False  # such as above the prefix that a key is for
-    try:
-        with storage.open(place) as reader:
-            return not is_other_programs(reader.read_whole())
-    except CheckpointCorruptedError:
-        return True
+        with storage.open(place) as file:
+            return not is_other_programs(file)
     except CheckpointNotFoundError:
+        return False
+
+
+def _is_listed(storage: Storage, path: str) -> bool:
+    try:
+        return any(file.path == f"{path}/{MANIFEST_NAME}" for file in storage.list(path))
+    except StorageError:
         return False
 
 
@@ -338,8 +356,8 @@ def find_all(
 def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInfo:
     from ckpt_core.catalog import Catalog
 
-    directory, name = os.path.split(path)
-    catalog = Catalog(directory or ".", suffix=name, storage_options=storage_options)
+    directory, name = os.path.split(path if is_remote(path) else full_path(path))  # of ".", too
+    catalog = Catalog(directory, suffix=name, storage_options=storage_options)
     try:
         for info in catalog.checkpoints():
             if info.name == name:

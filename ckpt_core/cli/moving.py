@@ -16,6 +16,7 @@ from ckpt_core.cli.finding import (
     refuse_checkpoint,
     refuse_inside_checkpoint,
     refuse_itself,
+    refuse_target_inside_checkpoint,
     state_of,
 )
 from ckpt_core.cli.output import complain, print_json, print_lines, printable
@@ -96,7 +97,8 @@ def _transfer_all(options: Options) -> int:
     infos, is_many = _sources(options, failures)
     given = local_path(options.target)
     into = is_many or given.endswith("/") or _is_plain_directory(given, options.target_storage_options)
-    refuse_inside_checkpoint(given if into else os.path.dirname(given), options.target_storage_options)
+    refuse = refuse_inside_checkpoint if into else refuse_target_inside_checkpoint
+    refuse(given, options.target_storage_options)
     names = {info.name: info.path for info in infos}
     for info in infos if into else []:
         if not _are_same(names[info.name], info.path, options):  # with --force, one would replace the other
@@ -227,7 +229,8 @@ def _plan(options: Options) -> tuple[list[_Step], list[_Step]]:
         raise StorageError(
             "something is already there: a file, not a directory", path=target, remedy="give another target"
         )
-    refuse_inside_checkpoint(target, options.target_storage_options)
+    checked = set[str]()
+    refuse_inside_checkpoint(target, options.target_storage_options, checked=checked)
     if options.recursive and real[1].startswith(f"{real[0]}/"):
         raise CheckpointError(
             "the target is in the source, and would be copied into itself", path=target, remedy="give another target"
@@ -240,6 +243,7 @@ def _plan(options: Options) -> tuple[list[_Step], list[_Step]]:
     copies, others = [_unread(path, target + path.removeprefix(source), error) for path, error in failures.items()], []
     for place in places:
         directory = target + full_path(place.path).rstrip("/").removeprefix(source)
+        refuse_inside_checkpoint(directory, options.target_storage_options, checked=checked)
         try:
             there = {info.name: info for info in find(directory, options.target_storage_options).checkpoints}
         except CheckpointNotFoundError:
@@ -323,9 +327,17 @@ def _delete_at_target(steps: list[_Step], options: Options, is_whole: bool) -> l
     if not (options.yes or agreed(options)):
         print("ckpt sync: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
         return [dataclasses.replace(step, action="asked") for step in steps]
+    now: dict[str, CheckpointInfo] = {}
+    for directory in dict.fromkeys(step.path.rpartition("/")[0] for step in surplus):
+        now.update((info.path, info) for info in find(directory, options.target_storage_options).checkpoints)
+    changed = [step for step in surplus if now.get(step.path) != step.info]
     for step in surplus:
-        delete(step.info, options.target_storage_options)
-    return steps
+        if step not in changed:
+            delete(step.info, options.target_storage_options)
+    return [
+        dataclasses.replace(step, action="keep", why="deleted, or saved anew, meanwhile") if step in changed else step
+        for step in steps
+    ]
 
 
 # ---- one checkpoint --------------------------------------------------------------------------------------------------
@@ -356,9 +368,9 @@ def _refuse_what_stays(path: str, is_directory: bool) -> None:
 
 def _remove(info: CheckpointInfo, target: str, options: Options) -> None:
     source, path = full_path(info.path), full_path(target)
-    here = _identity(storage_for(source, options.storage_options), source)
-    there = _identity(storage_for(path, options.target_storage_options), path)
-    if here is not None and here != there:  # the run has saved under its name meanwhile
+    origin, storage = storage_for(source, options.storage_options), storage_for(path, options.target_storage_options)
+    # the run may have saved under its name meanwhile
+    if _identity(origin, source) is not None and not _is_same(origin, source, storage, path):
         raise CheckpointError(
             f"it was replaced while it was moved, and stays; what it was is at {target}",
             path=info.path,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
 
 _NEWEST = "newest"
+_CHANGED = "pinned or saved anew meanwhile"
 _RULES = "latest=3, best=val_loss, best=acc:max:2, every_steps=1000, every_hours=6, at_steps=1000+5000"
 
 
@@ -145,21 +146,31 @@ def _prune(options: Options) -> int:
                 problem = f"the newest checkpoint {newest.path} {why}"
         else:
             return fail(options, f"nothing was deleted, because {problem}", Exit.FAILED, said_by="ckpt prune")
+    stays = list[str]()  # pinned, or saved anew, since it was asked
     if is_done and surplus:
         now = {info.path: info for info in find(options.directory, options.storage_options, failures={}).checkpoints}
+        stays = [info.path for info in surplus if now.get(info.path, info) != info or _is_pinned(info, options)]
+        surplus = [info for info in surplus if info.path in now and info.path not in stays]
+        freed = freed_by((info.path, info.size) for info in surplus)
         for info in surplus:
-            if now.get(info.path) != info or is_pinned(info.path, storage_for(info.path, options.storage_options)):
-                continue  # pinned, deleted or saved anew since it was asked
             delete(info, options.storage_options)
             if not options.json:
                 print(f"deleted {printable(info.path)}")
+        for path in stays if not options.json else ():
+            print(f"kept {printable(path)}: {_CHANGED}")
     if options.json:
-        kept = [{"path": d.info.path, "kept_because": d.reasons} for d in decisions]
+        kept = [
+            {"path": d.info.path, "kept_because": [_CHANGED] if d.info.path in stays else d.reasons} for d in decisions
+        ]
         print_json({"deleted": is_done, "freed": freed, "checkpoints": kept})
     if not is_sure:
         print("ckpt prune: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
         return Exit.USAGE
     return Exit.OK
+
+
+def _is_pinned(info: CheckpointInfo, options: Options) -> bool:
+    return is_pinned(info.path, storage_for(info.path, options.storage_options))
 
 
 def agreed(options: Options) -> bool:

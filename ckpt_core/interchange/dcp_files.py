@@ -48,6 +48,7 @@ from ckpt_core.interchange.unconnected_save import Chunk, Value, save_alone
 from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage, storage_for
 
+_NAMED = 10  # keys in a message
 _logger = logging.getLogger(__name__)
 
 
@@ -172,8 +173,10 @@ def import_entries(
         first = {entry.path[0] for entry in entries}
         missing = sorted(set(only) - first)
         if missing:
+            known = ", ".join(sorted(map(str, first))[:_NAMED])
+            others = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
             raise StateMismatchError(
-                f"the checkpoint has nothing below {missing}; it has {', '.join(sorted(map(str, first))[:10])}",
+                f"the checkpoint has nothing below {missing}; it has {known}{others}",
                 path=origin,
                 key=str(missing[0]),
                 remedy="check only= (--only)",

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part, StorageError
 from ckpt_core.cli import main
+from ckpt_core.cli.finding import refuse_inside_checkpoint, refuse_target_inside_checkpoint
 from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
 
@@ -283,6 +284,27 @@ def test_nothing_is_written_into_a_checkpoint(words: str, home: Path, capfd: Cap
     assert contents(home) == before
 
 
+def test_sync_copies_nothing_into_a_checkpoint_below_its_target(home: Path, capfd: Capture) -> None:
+    for name in ("1.ckpt", "2.ckpt"):
+        (home / "other" / "c").mkdir(parents=True, exist_ok=True)
+        shutil.copy(home / "run" / "a.ckpt", home / "other" / "c" / name)
+    before = contents(home)
+    assert main(["sync", "-R", "other", "run", "--delete", "--yes"]) == 1
+    assert "the target is inside a checkpoint" in capfd.readouterr().err
+    assert contents(home) == before
+
+
+def test_what_is_no_checkpoint_is_nothing_to_be_inside_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(home / "manifest.json")
+    assert main(["cp", "run/a.ckpt", "empty"]) == 0
+    (home / "manifest.json").unlink()
+    (home / "manifest.json").mkdir()
+    assert main(["convert", "run/a.ckpt", "new.ckpt", "--to", "file"]) == 0
+    monkeypatch.chdir(home / "run" / "c")
+    refuse_inside_checkpoint("/", None)
+    refuse_target_inside_checkpoint("s3://bucket", None)
+
+
 INTO_ANOTHER = (
     "cp run/a.ckpt run/c/",
     "mv run/a.ckpt run/c/",
@@ -320,6 +342,24 @@ def test_nothing_is_written_into_a_checkpoint_whose_manifest_may_not_be_read(
     said = capfd.readouterr().err
     assert "Permission denied" in said and f"  file: {anyones_path / 'run' / 'c' / 'manifest.json'}\n" in said
     assert "what to do: " in said and contents(anyones_path) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_a_manifest_above_that_may_not_be_read_keeps_nobody_from_copying(prepared: Path, anyones_path: Path) -> None:
+    shutil.copytree(prepared / "run", anyones_path / "run")
+    manifest, target = anyones_path / "manifest.json", anyones_path / "new"
+    manifest.write_text("{}")
+    target.mkdir()
+    target.chmod(0o777)
+    with closed_to_this_user(manifest):
+        assert main(["cp", str(anyones_path / "run" / "a.ckpt"), f"{target}/"]) == 0
+    assert (target / "a.ckpt").exists()
+
+
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify"])
+def test_a_checkpoint_is_found_from_inside(verb: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home / "run" / "c")
+    assert main([verb, "."]) == 0
 
 
 @pytest.mark.parametrize("words", ["mv run/a.ckpt other/a.ckpt empty -f", "cp run other empty"])

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
 from ckpt_core._pipeline import loading
-from ckpt_core.cli import main, tidying
+from ckpt_core.cli import main, moving, tidying
 from ckpt_core.cli.command import _VERBS
 from ckpt_core.cli.parser import Commands, _Parser
 from ckpt_core.events import size_in_words
@@ -428,7 +428,7 @@ def test_verify_beside_a_run_calls_nothing_missing_that_was_deleted_meanwhile(ho
     assert sorted(captured.err.splitlines()) == ["run/a.ckpt was deleted meanwhile", "run/c was deleted meanwhile"]
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "last"])
+@pytest.mark.parametrize("name", ["last.ckpt", "stock.ckpt", "last"])
 def test_mv_beside_a_run_deletes_nothing_that_was_saved_meanwhile(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -438,6 +438,9 @@ def test_mv_beside_a_run_deletes_nothing_that_was_saved_meanwhile(
         state = {"w": torch.full((3,), float(step))}
         if name == "last":
             DirectoryCheckpointer(strategy="sync").save([Part("model", state, Kind.REPLICATED)], source)
+        elif name == "stock.ckpt":  # as long each time
+            source.parent.mkdir(exist_ok=True)
+            torch.save(state, source)
         else:
             Checkpointer(strategy="sync").save(state, source)
 
@@ -471,8 +474,48 @@ def test_prune_deletes_nothing_that_was_saved_while_it_asked(
 
     monkeypatch.setattr(tidying, "agreed", answer)
     assert main(["prune", str(tmp_path), "--keep", "latest=1"]) == 0
-    assert f"deleted {saved[1]}\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"deleted {saved[1]}\n" in out and f"kept {saved[0]}: pinned or saved anew meanwhile\n" in out
     assert sorted(tmp_path.iterdir()) == [saved[0], saved[2]]
+
+
+def test_prune_tells_scripts_what_was_saved_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    saved = [tmp_path / name for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
+    for step, path in enumerate(saved):
+        Checkpointer(strategy="sync").save({"step": step}, path)
+
+    def verify(path: str, **options: object) -> object:
+        Checkpointer(strategy="sync").save({"step": 9}, saved[0])
+        return verified(path, **options)
+
+    size, verified = saved[1].stat().st_size, loading.verify
+    monkeypatch.setattr(loading, "verify", verify)
+    assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kept = {entry["path"]: entry["kept_because"] for entry in found["checkpoints"]}
+    assert kept == {
+        str(saved[0]): ["pinned or saved anew meanwhile"],
+        str(saved[1]): [],
+        str(saved[2]): kept[str(saved[2])],
+    }
+    assert kept[str(saved[2])] and found["freed"] in range(size, size + 2**16)
+
+
+def test_sync_deletes_nothing_that_was_saved_while_it_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for name in ("there/1.ckpt", "there/2.ckpt", "here/3.ckpt"):
+        Checkpointer(strategy="sync").save({"name": name}, tmp_path / name)
+
+    def answer(_: object) -> bool:
+        Checkpointer(strategy="sync").save({"name": "again"}, tmp_path / "there" / "1.ckpt")
+        return True
+
+    monkeypatch.setattr(moving, "agreed", answer)
+    assert main(["sync", str(tmp_path / "here"), str(tmp_path / "there"), "--delete"]) == 0
+    assert sorted(os.listdir(tmp_path / "there")) == ["1.ckpt", "3.ckpt"]
 
 
 def test_cp_beside_a_run_leaves_out_what_was_deleted_meanwhile(home: Path, capsys: Capture) -> None:

@@ -28,7 +28,7 @@ from ckpt_core._layouts.safetensors import (
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import ALGORITHM, digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
-from ckpt_core.storage.base import MANIFEST_NAME
+from ckpt_core.storage.base import MANIFEST_NAME, FileReader
 
 FORMAT_VERSION = 3
 
@@ -37,6 +37,7 @@ KINDS = ("replicated", "sharded", "per-rank")
 
 _FORMAT = "ckpt_core.sharded"
 _BEGINNING = re.compile(rb'\{"format":"ckpt_core\.sharded","version":(\d{1,9}),')
+_BEGINNING_SIZE = 64  # bytes, at most
 _LAST_LINE = re.compile(rb'"check":"([0-9a-f]{16})"\}\n')
 _LAST_LINE_SIZE = len(b'"check":"0123456789abcdef"}\n')
 _LARGEST_NUMBER = 2**63 - 1
@@ -164,9 +165,13 @@ def read_stamp(data: bytes, *, path: str) -> Stamp:
     return Stamp.read(data)
 
 
-def is_other_programs(data: bytes) -> bool:
+def is_other_programs(file: FileReader) -> bool:
     """Return whether a file of a manifest's name has nothing that one of this package has, of whichever version."""
-    return bool(data) and _BEGINNING.match(data) is None and _LAST_LINE.fullmatch(data[-_LAST_LINE_SIZE:]) is None
+    begin, end = (
+        file.read(0, min(_BEGINNING_SIZE, file.size)),
+        file.read(max(0, file.size - _LAST_LINE_SIZE), file.size),
+    )
+    return bool(begin) and _BEGINNING.match(begin) is None and _LAST_LINE.fullmatch(end) is None
 
 
 def _check_bytes(data: bytes, path: str) -> None:
