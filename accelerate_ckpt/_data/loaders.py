@@ -368,7 +368,10 @@ class LoaderPositions:
 
     def reads_otherwise(self, cause: str) -> None:
         """Note that what a loader has read again was not what it had read; warn once."""
-        self._say_once(f"this resume is not exact: {cause}")
+        message = f"this resume is not exact: {cause}"
+        if not self._accelerator.is_main_process and message not in self._told:  # the first may read what it had read
+            log.warning("rank %d: %s", self._accelerator.process_index, message)
+        self._say_once(message)
         self._reads_otherwise = True
         if self.recording is not None:
             self.recording.told()

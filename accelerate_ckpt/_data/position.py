@@ -88,6 +88,7 @@ class LoaderPosition:
         self._internals.before_iterator(self._make_iterator)
         self._iteration_number = 0
         self._handled = id(None)  # the exception that the script handles as this iteration begins
+        self._uses_when_left = 0
         self._captured = 0  # the last iteration of which others know what it has begun with
         self._phase = BETWEEN
         self._made = False
@@ -166,7 +167,7 @@ class LoaderPosition:
             if number == self._iteration_number:
                 if self.fetches is not None:
                     self.fetches.end()
-                self._phase = BETWEEN if over else LEFT
+                self._phase, self._uses_when_left = BETWEEN if over else LEFT, self._run.uses.count
                 if over and self._resumed is not None and not yielded:
                     # only other ranks had a batch left, and Accelerate does not count an empty iteration
                     self.loader.iteration += 1
@@ -379,7 +380,7 @@ class LoaderPosition:
             "finished": 0 if inside else self._steps,
             "in_last_body": in_last_body,
             "next": self._next_digests() if inside else None,
-            "interrupted": phase == LEFT and id(sys.exc_info()[1]) not in (id(None), self._handled),
+            "interrupted": phase == LEFT and self._was_interrupted(),
             **(self._capture_inside() if inside else _NOTHING_INSIDE),
         }
 
@@ -410,6 +411,12 @@ class LoaderPosition:
         moment = self._history.before(self._steps * self._internals.fetches)
         # nothing is fetched ahead: by this rank (a dispatcher), or because the iteration was left at its end
         return moment or _Moment(None, LoaderMark(0, self._tracker.sampler.current, None), {})
+
+    def _was_interrupted(self) -> bool:
+        """Whether the script handles the Ctrl-C or ``SystemExit`` that ended its loop; others may end it by plan."""
+        error = sys.exc_info()[1]
+        is_end = error is not None and not isinstance(error, Exception) and id(error) != self._handled
+        return is_end and self._run.uses.count == self._uses_when_left
 
     def _capture_inside(self) -> dict[str, Any]:
         return {

@@ -131,8 +131,8 @@ def _parts_of_host(
         yield flat.contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype}{value.shape}".encode()
-        if isinstance(value, np.memmap) and not (value.mode in ("r+", "w+") and _is_whole(value.nbytes, left)):
-            return  # a file: to look at much of it would read from the disk
+        if _is_file(value):
+            return  # which is no state of the run: to look at it would read from the disk
         if not _is_whole(value.nbytes, left):
             value = _thinned(value.reshape(-1) if value.flags.c_contiguous else value, left)
         yield value.tobytes()
@@ -235,8 +235,6 @@ class PlainState:
                 self._types[id(holder)] = _types_in(holder)
         data = [f.path for f in self._found() if _is_data(f.value) and not _is_no_state(f.path, *_NOT_FILLED)]
         self._data = {path: self._known[path][0] for path in data[:_COMPARED_DATA]}
-        # what is written to a file is still there when the run is killed: it is neither captured nor put back
-        self._files = {f.path: weakref.ref(f.value) for f in self._found() if isinstance(f.value, np.memmap)}
 
     def _found(self) -> Iterator[Found]:
         for found in reach(self.owner, ignore=self._ignore, skip=self._skip, leave=self._leave):
@@ -245,9 +243,7 @@ class PlainState:
 
     def data(self, but: Collection[str] = ()) -> dict[str, str]:
         """Return the digests of the arrays, tensors and lists of numbers that the object began with, ``but`` some."""
-        files = {path: file() for path, file in self._files.items() if path in self._data}
-        now = {path: fingerprint(file) for path, file in files.items() if file is not None}
-        return {path: digest for path, digest in {**self._data, **now}.items() if path not in but}
+        return {path: digest for path, digest in self._data.items() if path not in but}
 
     def made(self, path: str) -> str:
         """Return the digest of what a value was when the object was given to this, empty if there was none."""
@@ -314,8 +310,7 @@ class PlainState:
             if self._is_known(found):
                 continue
             digest, before = self._known.get(found.path, ("", None))
-            is_file = isinstance(found.value, np.memmap)
-            if is_file or _is_no_state(found.path) or digest == fingerprint(found.value):
+            if _is_file(found.value) or _is_no_state(found.path) or digest == fingerprint(found.value):
                 continue
             try:
                 in_place = before is not None and found.value is before()
@@ -488,8 +483,8 @@ def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
         _spend(left, 1 if value.device.type == "cpu" else _FOR_ONE_OF_A_DEVICE, value.numel() * value.element_size())
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray):
-        # one of a file would be written into it
-        if type(value) is not np.ndarray or value.dtype.kind not in _KINDS + "mM":
+        is_plain = type(value) is np.ndarray or (type(value) is np.memmap and not _is_file(value))
+        if not is_plain or value.dtype.kind not in _KINDS + "mM":
             raise _TooMuch
         _spend(left, 1, value.nbytes)
         array = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
@@ -523,6 +518,11 @@ def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
         _spend(left, 0, len(items) * items[0].numel() * items[0].element_size())
         return {kind: {"stack": torch.stack([item.detach() for item in items]).to("cpu")}}
     return {kind: [_encode(item, left, devices) for item in items]}
+
+
+def _is_file(value: Any) -> bool:
+    """Return whether an array is of a file; what is computed from such an array is of its class, and in memory."""
+    return isinstance(value, np.memmap) and getattr(value, "_mmap", None) is not None
 
 
 def _has_plain_numbers(tensor: torch.Tensor) -> bool:

@@ -160,7 +160,7 @@ class Source:
             one = ahead.pop()
             if one not in found:
                 found.add(one)
-                ahead += self._reader.called_by.get(one, ())
+                ahead += self._reader.called_by.get(one, ()) if one not in _AT_START else ()
         return found
 
     def is_of_a_clock(self, name: str) -> bool:
@@ -537,9 +537,10 @@ class _Reader(ast.NodeVisitor):
         if targets and into is not None and self._into is not None:
             into |= found
         asks_for_none = self._asks_for_none(node.test) or self._is_none
-        with self._within(_is_none=asks_for_none, _periods=self._periods + _asks_for_step(node.test)):
-            self._all(node.body, conditional=True)
-        self._all(node.orelse, conditional=True)
+        with self._within(_periods=self._periods + _asks_for_step(node.test)):
+            with self._within(_is_none=asks_for_none):
+                self._all(node.body, conditional=True)
+            self._all(node.orelse, conditional=True)
 
     def _asks_for_none(self, test: ast.expr) -> str | None:
         """Return the name of what a condition says that there is not yet; None for other conditions."""

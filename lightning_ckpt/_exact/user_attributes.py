@@ -387,9 +387,7 @@ class UsersObjects(Live):
         found += [one for one, stays in zip(made_of_it, stay, strict=True) if stays]
         # of a module in the module, by another class
         found = [one for one in found if not any(name.startswith(f"`{one[1]}` of ") for name in but)]
-        # a file may be one that is only written
-        kinds = (np.memmap, *_SCALARS) if steps_make_anew else (np.memmap,)
-        set_only = [one for one in found if isinstance(one[2], kinds)]
+        set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
         kept = dict(zip(map(id, set_only), are_kept(set_only), strict=True))
         names = [f"{kind.__name__}.{path}" for one in found for kind, path, _ in [one] if kept.get(id(one), True)]
         return (

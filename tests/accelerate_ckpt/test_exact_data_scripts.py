@@ -194,6 +194,16 @@ def test_another_next_batch_than_had_been_read_is_said(
     assert (found == [following], len(said), len(resumed.warned)) == (exact, not exact, not exact)
 
 
+def test_ranks_but_the_first_log_what_they_read_otherwise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    monkeypatch.setattr(type(run.accelerator), "is_main_process", False)
+    for _ in range(2):
+        run.positions.reads_otherwise("another batch")
+    assert run.warned == [] and caplog.text.count("rank 0: this resume is not exact: another batch") == 1
+
+
 class Noisy(IterableDataset[Any]):
     def __iter__(self) -> Iterator[float]:
         return (index + float(torch.rand(())) for index in range(SAMPLES))
@@ -308,6 +318,28 @@ def test_saved_after_an_exception_has_ended_the_loop_then_a_new_iteration_is_sai
         resumed.positions.uses.note()
     assert (found == whole[2:]) == skips
     assert ["after an exception" in message for message in resumed.warned] == [True] * (raises and not skips)
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_a_loop_that_ends_by_plan_before_the_script_handles_something_is_nothing_to_warn_of(error: Any) -> None:
+    run = Run()
+    try:
+        for number, _ in enumerate(run.loader, 1):
+            run.positions.uses.note()
+            if number == 2 and error is ValueError:
+                raise ValueError  # of the script's own, at each epoch's end
+            if number == 2:
+                break
+        if error is KeyboardInterrupt:
+            run.positions.uses.note()  # with another loader
+            raise KeyboardInterrupt
+        state = run.capture()
+    except (ValueError, KeyboardInterrupt):
+        state = run.capture()
+    resumed = Run(2).restore(state)
+    for _ in resumed.loader:
+        resumed.positions.uses.note()
+    assert resumed.warned == []
 
 
 def test_left_early_and_saved_then_a_stateful_loader_goes_on() -> None:

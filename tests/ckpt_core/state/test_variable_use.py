@@ -307,6 +307,16 @@ class Model:
         if self.is_late():
             self.slow_down()
         other.shrink()
+        if self.trainer.global_step < 100:
+            self.reset()
+        else:
+            self.warm()
+
+    def reset(self):
+        self.__init__()
+
+    def warm(self):
+        self.warmth = self.trainer.step / 10
 
     def anneal(self):
         self.cool()
@@ -320,12 +330,18 @@ class Model:
 
     def shrink(self):
         self.size = self.trainer.step / 10
+
+class Other:
+    def __init__(self):
+        self.received = 0
 """
     )
     source = Source([str(tmp_path / "helped.py")])
     assert source.set_in(".heat") == {"on_train_batch_end", "anneal", "cool"}
     assert source.set_in(".speed") == {"slow_down"}
     assert source.set_in(".size") == {"shrink"}
+    assert source.set_in(".warmth") == {"on_train_batch_end", "warm"}
+    assert source.set_in(".received") == {"__init__"}
 
 
 def test_what_is_given_to_a_change_in_place_decides(tmp_path: Path) -> None:
