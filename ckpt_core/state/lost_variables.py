@@ -53,6 +53,7 @@ from ckpt_core.state.value_marks import (
     is_other,
     mark_of,
     may_change,
+    no_collections,
     own_attributes,
     some,
     tensors_in,
@@ -677,7 +678,8 @@ def _frames(innermost: types.FrameType) -> list[types.FrameType]:
 def _frames_elsewhere() -> list[types.FrameType]:
     """Return those of other threads."""
     mine = threading.get_ident()
-    return [one for ident, frame in sys._current_frames().items() if ident != mine for one in _frames(frame)]
+    with no_collections():
+        return [one for ident, frame in sys._current_frames().items() if ident != mine for one in _frames(frame)]
 
 
 def _globals(frames: Sequence[types.FrameType], watched: Watched) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:

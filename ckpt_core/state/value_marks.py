@@ -391,13 +391,29 @@ def _state_of(value: Any) -> list[Any]:
     return [rates, len(states), mark_of(some(tensors))]
 
 
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect no garbage meanwhile: up to Python 3.11, that may end the process where frames are looked at.
+
+    It may run where a frame of another thread is about to be handed out, and let that thread leave the function.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
     """Return the first variables of a function that is running, without keeping them alive."""
     # Until Python 3.12, a function has one dictionary for locals() and for whoever else reads it.
     is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if is_shared and "locals" in frame.f_code.co_names:
         return []  # what the script got would change
-    variables = frame.f_locals
+    with no_collections():
+        variables = frame.f_locals
     found = list(variables.items())[:_VARIABLES]
     if is_shared:
         variables.clear()  # or it would keep what the script deletes

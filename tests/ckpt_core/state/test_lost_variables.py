@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import decimal
 import functools
+import gc
 import importlib
 import io
 import itertools
@@ -896,3 +897,15 @@ def test_a_script_is_done_with_what_only_its_variables_have(
     assert {*use([])} == {is_done}
     with pytest.raises(ReferenceError):
         str(dead.value)
+
+
+def test_no_collection_runs_while_frames_of_other_threads_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, current = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: states.append(gc.isenabled()) or current())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        release = threading.Event()
+        waits = pool.submit(release.wait)
+        variables_module._frames_elsewhere()
+        release.set()
+        assert waits.result()
+    assert states == [False] and gc.isenabled()
