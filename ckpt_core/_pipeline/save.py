@@ -179,8 +179,8 @@ class Pipeline:
         with self._inside():
             if in_foreground:
                 return self._save_now(save, started)
-            with _garbage_later():
-                return self._save_later(save, started, waited)
+            with _garbage_later() as stop_collections:
+                return self._save_later(save, started, waited, stop_collections)
 
     def _save_now(self, save: Save, started: float) -> int:
         self._failed.add(save.path)
@@ -235,11 +235,11 @@ class Pipeline:
         if not self._submit(save.path, action, lambda: snapshot.sealed_at, save=save):
             self.queue.run_queued()
 
-    def _save_later(self, save: Save, started: float, waited: float) -> int:
+    def _save_later(self, save: Save, started: float, waited: float, stop_collections: Callable[[], None]) -> int:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
         try:
             try:
-                return self._take_and_submit(save, snapshot, started, waited)
+                return self._take_and_submit(save, snapshot, started, waited, stop_collections)
             finally:
                 self._wait_for_live(save.path, snapshot)
         finally:  # where Ctrl-C has ended that, too
@@ -251,7 +251,9 @@ class Pipeline:
             self.queue.run_queued()
             self.queue.wait_through(path)
 
-    def _take_and_submit(self, save: Save, snapshot: Snapshot, started: float, waited: float) -> int:
+    def _take_and_submit(
+        self, save: Save, snapshot: Snapshot, started: float, waited: float, stop_collections: Callable[[], None]
+    ) -> int:
         place = Latch()
         let_go = functools.partial(self._let_go, save, snapshot, place)
         action = functools.partial(self._write_in_background, save, snapshot, let_go)
@@ -263,7 +265,7 @@ class Pipeline:
         runs = False
         try:
             self._take(place)
-            gc.disable()
+            stop_collections()
             runs = snapshot.may_pass = self._submit(
                 save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
             )
@@ -463,15 +465,21 @@ class Pipeline:
 
 
 @contextlib.contextmanager
-def _garbage_later() -> Iterator[None]:
-    """Let the collector of garbage, which is stopped meanwhile, work on if it did before.
+def _garbage_later() -> Iterator[Callable[[], None]]:
+    """Give a function that stops the collector of garbage, and let it work on at the end, if that has stopped it.
 
     A save makes some objects for each tensor, and lets go of them: to look for garbage finds none of them, and may take
     200 ms.
     """
-    collects = gc.isenabled()
+    stopped = list[bool]()
+
+    def stop() -> None:
+        if gc.isenabled():  # if not, another thread's save may have stopped it, and starts it again
+            stopped.append(True)
+            gc.disable()
+
     try:
-        yield
+        yield stop
     finally:
-        if collects:
+        if stopped:
             do_through(gc.enable)

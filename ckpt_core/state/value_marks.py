@@ -398,7 +398,8 @@ def no_collections() -> Iterator[None]:
     It may run where a frame of another thread is about to be handed out, and let that thread leave the function.
     """
     collects = gc.isenabled()
-    gc.disable()
+    if collects:  # if not, another thread may have stopped it, and starts it again
+        gc.disable()
     try:
         yield
     finally:

@@ -900,6 +900,7 @@ def test_a_script_is_done_with_what_only_its_variables_have(
 
 
 def test_no_collection_runs_while_frames_of_other_threads_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.enable()
     states, current = [], sys._current_frames
     monkeypatch.setattr(sys, "_current_frames", lambda: states.append(gc.isenabled()) or current())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
