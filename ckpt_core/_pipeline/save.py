@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import threading
 import time
@@ -34,7 +33,7 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.preflight import RefusedKeys
-from ckpt_core.process.threads import Latch, call_in_forked_child, do_through
+from ckpt_core.process.threads import Latch, call_in_forked_child, do_through, no_collections
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +178,7 @@ class Pipeline:
         with self._inside():
             if in_foreground:
                 return self._save_now(save, started)
-            with _garbage_later() as stop_collections:
-                return self._save_later(save, started, waited, stop_collections)
+            return self._save_later(save, started, waited)
 
     def _save_now(self, save: Save, started: float) -> int:
         self._failed.add(save.path)
@@ -235,11 +233,11 @@ class Pipeline:
         if not self._submit(save.path, action, lambda: snapshot.sealed_at, save=save):
             self.queue.run_queued()
 
-    def _save_later(self, save: Save, started: float, waited: float, stop_collections: Callable[[], None]) -> int:
+    def _save_later(self, save: Save, started: float, waited: float) -> int:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
         try:
             try:
-                return self._take_and_submit(save, snapshot, started, waited, stop_collections)
+                return self._take_and_submit(save, snapshot, started, waited)
             finally:
                 self._wait_for_live(save.path, snapshot)
         finally:  # where Ctrl-C has ended that, too
@@ -251,9 +249,7 @@ class Pipeline:
             self.queue.run_queued()
             self.queue.wait_through(path)
 
-    def _take_and_submit(
-        self, save: Save, snapshot: Snapshot, started: float, waited: float, stop_collections: Callable[[], None]
-    ) -> int:
+    def _take_and_submit(self, save: Save, snapshot: Snapshot, started: float, waited: float) -> int:
         place = Latch()
         let_go = functools.partial(self._let_go, save, snapshot, place)
         action = functools.partial(self._write_in_background, save, snapshot, let_go)
@@ -265,16 +261,17 @@ class Pipeline:
         runs = False
         try:
             self._take(place)
-            stop_collections()
-            runs = snapshot.may_pass = self._submit(
-                save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
-            )
-            save.take(snapshot)
-            save.complete(snapshot)
-            size = save.size
-            if snapshot.not_copied is None:
-                self._report_taken(save.path, size, started, waited, snapshot.seconds_without_memory)
-            snapshot.seal()
+            # Some objects for each tensor are made and let go of: to look for garbage finds none, and may take 200 ms.
+            with no_collections():
+                runs = snapshot.may_pass = self._submit(
+                    save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
+                )
+                save.take(snapshot)
+                save.complete(snapshot)
+                size = save.size
+                if snapshot.not_copied is None:
+                    self._report_taken(save.path, size, started, waited, snapshot.seconds_without_memory)
+                snapshot.seal()
         except BaseException as error:
             # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory.
             do_through(self._give_up, snapshot, place, error)
@@ -462,24 +459,3 @@ class Pipeline:
             return
         logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
-
-
-@contextlib.contextmanager
-def _garbage_later() -> Iterator[Callable[[], None]]:
-    """Give a function that stops the collector of garbage, and let it work on at the end, if that has stopped it.
-
-    A save makes some objects for each tensor, and lets go of them: to look for garbage finds none of them, and may take
-    200 ms.
-    """
-    stopped = list[bool]()
-
-    def stop() -> None:
-        if gc.isenabled():  # if not, another thread's save may have stopped it, and starts it again
-            stopped.append(True)
-            gc.disable()
-
-    try:
-        yield stop
-    finally:
-        if stopped:
-            do_through(gc.enable)

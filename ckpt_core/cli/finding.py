@@ -186,7 +186,7 @@ def refuse_inside_checkpoint(
         try:
             is_checkpoint = _has_own_manifest(storage, path)
         except StorageError:
-            if path == named and _is_listed(storage, path):
+            if path == named and (not is_remote(path) or _is_listed(storage, path)):
                 raise
             return  # such as above the prefix that a key is for
         if is_checkpoint:

@@ -330,14 +330,17 @@ def _delete_at_target(steps: list[_Step], options: Options, is_whole: bool) -> l
     now: dict[str, CheckpointInfo] = {}
     for directory in dict.fromkeys(step.path.rpartition("/")[0] for step in surplus):
         now.update((info.path, info) for info in find(directory, options.target_storage_options).checkpoints)
-    changed = [step for step in surplus if now.get(step.path) != step.info]
-    for step in surplus:
-        if step not in changed:
+    done = []
+    for step in steps:
+        if step.action == "delete" and now.get(step.path) != step.info:
+            done.append(dataclasses.replace(step, action="keep", why="deleted, pinned or saved anew meanwhile"))
+            if not options.json:
+                print_lines(str(done[-1]))
+            continue
+        if step.action == "delete":
             delete(step.info, options.target_storage_options)
-    return [
-        dataclasses.replace(step, action="keep", why="deleted, or saved anew, meanwhile") if step in changed else step
-        for step in steps
-    ]
+        done.append(step)
+    return done
 
 
 # ---- one checkpoint --------------------------------------------------------------------------------------------------

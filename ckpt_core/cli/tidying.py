@@ -149,7 +149,7 @@ def _prune(options: Options) -> int:
     stays = list[str]()  # pinned, or saved anew, since it was asked
     if is_done and surplus:
         now = {info.path: info for info in find(options.directory, options.storage_options, failures={}).checkpoints}
-        stays = [info.path for info in surplus if now.get(info.path, info) != info or _is_pinned(info, options)]
+        stays = [info.path for info in surplus if now.get(info.path, info) != info]
         surplus = [info for info in surplus if info.path in now and info.path not in stays]
         freed = freed_by((info.path, info.size) for info in surplus)
         for info in surplus:
@@ -167,10 +167,6 @@ def _prune(options: Options) -> int:
         print("ckpt prune: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
         return Exit.USAGE
     return Exit.OK
-
-
-def _is_pinned(info: CheckpointInfo, options: Options) -> bool:
-    return is_pinned(info.path, storage_for(info.path, options.storage_options))
 
 
 def agreed(options: Options) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import weakref
@@ -84,6 +85,19 @@ def do_through(act: Callable[..., None], *arguments: object) -> None:
             interruption = error
     if interruption is not None:
         raise interruption
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect no garbage meanwhile, in all threads."""
+    collects = gc.isenabled()  # if not, another thread may have stopped it, and starts it again
+    try:
+        if collects:
+            gc.disable()
+        yield
+    finally:
+        if collects:
+            do_through(gc.enable)
 
 
 class _Begun(threading.Event):

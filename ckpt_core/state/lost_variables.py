@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
+from ckpt_core.process.threads import no_collections
 from ckpt_core.state.code_origin import is_library, is_librarys_module, is_users_file
 from ckpt_core.state.object_walk import OF_EVERY_MODULE, STORE_ATTR, set_by_libraries, stored_by
 from ckpt_core.state.value_marks import (
@@ -53,7 +54,6 @@ from ckpt_core.state.value_marks import (
     is_other,
     mark_of,
     may_change,
-    no_collections,
     own_attributes,
     some,
     tensors_in,
@@ -678,6 +678,8 @@ def _frames(innermost: types.FrameType) -> list[types.FrameType]:
 def _frames_elsewhere() -> list[types.FrameType]:
     """Return those of other threads."""
     mine = threading.get_ident()
+    # Up to Python 3.11, a collection may run where a frame is about to be handed out, and let its thread leave the
+    # function: to look at the frame then ends the process.
     with no_collections():
         return [one for ident, frame in sys._current_frames().items() if ident != mine for one in _frames(frame)]
 

@@ -41,6 +41,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from ckpt_core.process.threads import no_collections
 from ckpt_core.state.changed_values import fingerprint
 from ckpt_core.state.code_origin import is_library, is_users_file
 from ckpt_core.state.object_walk import is_generator, is_plain, shared_value, slots_of
@@ -391,29 +392,13 @@ def _state_of(value: Any) -> list[Any]:
     return [rates, len(states), mark_of(some(tensors))]
 
 
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile: up to Python 3.11, that may end the process where frames are looked at.
-
-    It may run where a frame of another thread is about to be handed out, and let that thread leave the function.
-    """
-    collects = gc.isenabled()
-    if collects:  # if not, another thread may have stopped it, and starts it again
-        gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
     """Return the first variables of a function that is running, without keeping them alive."""
     # Until Python 3.12, a function has one dictionary for locals() and for whoever else reads it.
     is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if is_shared and "locals" in frame.f_code.co_names:
         return []  # what the script got would change
-    with no_collections():
+    with no_collections():  # as where the frames of other threads are looked for
         variables = frame.f_locals
     found = list(variables.items())[:_VARIABLES]
     if is_shared:

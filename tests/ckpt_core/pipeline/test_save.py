@@ -17,7 +17,7 @@ from ckpt_core import Checkpointer, Kind, Part, RankGroup, SnapshotTornError, St
 from ckpt_core._commit.save_outcome import JointSave, SaveSeries
 from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
 from ckpt_core._pipeline.file_save import FileSave
-from ckpt_core._pipeline.save import Pipeline, Save, _garbage_later
+from ckpt_core._pipeline.save import Pipeline, Save
 from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core._pipeline.unchanged import UnchangedFiles
 from ckpt_core._plan import WritePlanCache
@@ -225,18 +225,6 @@ def test_a_thread_that_has_saved_beside_another_one_saves_in_the_background_agai
     seconds = {Path(event.path).name: event.background_seconds for event in events if isinstance(event, SaveCommitted)}
     assert seconds.keys() == {"first", "second", "third"}
     assert all(seconds.values()), "a save in the foreground has none"
-
-
-def test_garbage_is_collected_again_when_the_last_of_two_threads_has_saved() -> None:
-    gc.enable()
-    one, other = _garbage_later(), _garbage_later()
-    one.__enter__()()
-    stop = other.__enter__()  # and waits for its turn
-    one.__exit__(None, None, None)
-    stop()
-    assert not gc.isenabled()
-    other.__exit__(None, None, None)
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("collects", [True, False])

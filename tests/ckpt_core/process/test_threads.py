@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt_core.process.threads import Latch, run_parallel
+from ckpt_core.process.threads import Latch, no_collections, run_parallel
 from tests.support.interrupting import at_every_moment
 
 
@@ -129,3 +130,21 @@ def test_ctrl_c_at_any_moment_leaves_nobody_waiting(method: str) -> None:
             assert not thread.is_alive()
         assert latch.wait()
     assert interrupted > 20
+
+
+def test_collections_are_on_again_when_the_last_of_two_has_kept_them_off() -> None:
+    gc.enable()
+    one, other = no_collections(), no_collections()
+    with one:
+        assert not gc.isenabled()
+        other.__enter__()
+        assert not gc.isenabled()
+    other.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
