@@ -461,30 +461,34 @@ def test_mv_beside_a_run_deletes_nothing_that_was_saved_meanwhile(
     assert not source.exists() and main(["verify", str(target)]) == 0
 
 
+def saved_in(directory: Path, *names: str) -> list[Path]:
+    for step, name in enumerate(names):
+        Checkpointer(strategy="sync").save({"step": step}, directory / name)
+    return [directory / name for name in names]
+
+
 def test_prune_deletes_nothing_that_was_saved_while_it_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    saved = [tmp_path / name for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
-    for step, path in enumerate(saved):
-        Checkpointer(strategy="sync").save({"step": step}, path)
+    saved = saved_in(tmp_path, "a.ckpt", "b.ckpt", "c.ckpt", "d.ckpt")
 
     def answer(_: object) -> bool:
         Checkpointer(strategy="sync").save({"step": 9}, saved[0])
+        assert main(["keep", str(saved[2])]) == 0
         return True
 
     monkeypatch.setattr(tidying, "agreed", answer)
     assert main(["prune", str(tmp_path), "--keep", "latest=1"]) == 0
     out = capsys.readouterr().out
-    assert f"deleted {saved[1]}\n" in out and f"kept {saved[0]}: pinned or saved anew meanwhile\n" in out
-    assert sorted(tmp_path.iterdir()) == [saved[0], saved[2]]
+    assert f"deleted {saved[1]}\n" in out
+    assert all(f"kept {saved[index]}: pinned or saved anew meanwhile\n" in out for index in (0, 2))
+    assert [path.exists() for path in saved] == [True, False, True, True]
 
 
 def test_prune_tells_scripts_what_was_saved_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    saved = [tmp_path / name for name in ("a.ckpt", "b.ckpt", "c.ckpt")]
-    for step, path in enumerate(saved):
-        Checkpointer(strategy="sync").save({"step": step}, path)
+    saved = saved_in(tmp_path, "a.ckpt", "b.ckpt", "c.ckpt")
 
     def verify(path: str, **options: object) -> object:
         Checkpointer(strategy="sync").save({"step": 9}, saved[0])
