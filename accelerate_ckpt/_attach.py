@@ -103,7 +103,7 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
 
 
 def install(config: CheckpointConfig) -> None:
-    """Do what :func:`attach` does for every Accelerator that this process creates; a second call, for later ones."""
+    """Do what :func:`attach` does for every Accelerator that this process creates from now on."""
     _installed[:] = [config]
     _listen()
     if not _makers:
@@ -151,7 +151,7 @@ def drain(*, raised: bool, tell_trackers: bool = False) -> None:
 
 
 def _session(accelerator: Any) -> Session | None:
-    """Return the session that saves for the Accelerator; None if that writes its own format."""
+    """Return the session that saves for the Accelerator; None if its engine writes its own checkpoints."""
     if accelerator.distributed_type in _OTHERS_FORMAT:
         return None
     config = _attached.get(accelerator) or next(iter(_installed), None)

@@ -74,12 +74,11 @@ class CheckpointInfo:
         size: Length in bytes; of a directory, that of all files directly in it.
         modified: The file system's date, Unix time in seconds; a copy may have any.
         is_directory: Whether it is a directory and not one file.
-        committed: When it was committed, as it says of itself: Unix time in seconds, later than that of all checkpoints
-            which its run had seen before; None if it does not say, because an older version or another program wrote
-            it.
-        step: Of which step of the training it is, as it says of itself; None if it does not say.
-        is_readable: Whether it could be asked; if not, it is damaged, or this user may not read it.
-        is_pinned: Whether somebody has said that no retention may delete it (``ckpt keep``).
+        committed: When it was committed, by its own record: Unix time in seconds, later than that of every checkpoint
+            that its run had seen. None if it has no record, because an older version or another program wrote it.
+        step: The training step of its state, by its own record; None if it has none.
+        is_readable: Whether that record could be read; if not, it is damaged, or this user may not read it.
+        is_pinned: Whether it is pinned, so that no retention deletes it (``ckpt keep``).
     """
 
     path: str
@@ -98,12 +97,11 @@ class CheckpointInfo:
 
 
 def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return checkpoints in order of their age, by what they say of themselves.
+    """Return checkpoints in order of their age, by their own records.
 
-    The later commit is the newer one, also where it is of an earlier step: a run that went back to an older checkpoint
-    on purpose has its last there. Checkpoints that do not know their commit are in the order of their steps; others in
-    that of the numbers in names that are alike. Those that know it and those that do not are compared by step. The file
-    system's date decides where nothing else does.
+    The later commit is the newer one, even if its step is lower, as in a run that went back to an older checkpoint on
+    purpose. Checkpoints without a record of their commit are ordered by step, also among the others; those without a
+    step, by the numbers in names that are otherwise equal. The file system's date decides last.
     """
     said: list[CheckpointInfo] = []
     stepped: list[CheckpointInfo] = []
@@ -268,7 +266,7 @@ class Catalog:
             that of the local tier.
         memory: The directory of snapshots in memory (:meth:`ckpt_core.tiers.MemoryTier.found`), of which
             :meth:`newest_verified` may return one.
-        levels: How many levels of directories below it belong to it, where names of checkpoints have slashes.
+        levels: How many levels of subdirectories to look in, for checkpoints whose names contain slashes.
 
     Attributes:
         passed_over: The checkpoints that :meth:`newest_verified` passed over, by path, and why. Do not delete them.

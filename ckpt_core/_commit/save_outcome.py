@@ -141,7 +141,7 @@ class JointSave:
                 self._patience = 0.0
             if not outcome.is_made and store.has(begun) and (other := json.loads(store.get(begun))) in tried:
                 error = RankFailedError(
-                    "save was called here earlier, when rank 0 was at another one: one of the ranks has missed a save",
+                    "this rank and rank 0 are at different calls of save: one of the ranks has missed a save",
                     path=other[0],
                     remedy="call save on all ranks together, the same number of times",
                 )

@@ -23,7 +23,7 @@ try:
     from torch.distributed.tensor.placement_types import _StridedShard
 except ImportError as moved:
     raise CheckpointError(
-        f"torch {torch.__version__} no longer has what tells where the parts of a distributed tensor are: {moved}",
+        f"sharded tensors: ckpt_core does not work with torch {torch.__version__}: {moved}",
         remedy="upgrade ckpt_core, or use a release of torch that this version knows",
     ) from moved
 

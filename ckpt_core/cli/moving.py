@@ -375,7 +375,7 @@ def _remove(info: CheckpointInfo, target: str, options: Options) -> None:
     # the run may have saved under its name meanwhile
     if _identity(origin, source) is not None and not _is_same(origin, source, storage, path):
         raise CheckpointError(
-            f"it was replaced while it was moved, and stays; what it was is at {target}",
+            f"it was replaced while it was moved: the new checkpoint stays here, the old one is at {target}",
             path=info.path,
             remedy="run the command again with --force",
         )

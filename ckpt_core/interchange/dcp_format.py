@@ -121,7 +121,7 @@ class _Unpickler(pickle.Unpickler):
             return DTYPES[name]
         if (module, name) not in _NAMES:
             raise UnsafeCheckpointError(
-                f"the metadata of the checkpoint ask for {module}.{name}, which DCP does not write there: it "
+                f"the metadata of the checkpoint contain {module}.{name}, which DCP does not write there: it "
                 "could run arbitrary code",
                 path=self._path,
                 remedy="do not use this checkpoint, unless you know its author: then load it with dcp.load and save "

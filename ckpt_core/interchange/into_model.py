@@ -372,7 +372,10 @@ def _plan(source: _State | _Directory, model: torch.nn.Module, rename: Rename | 
             plan.skipped[name] = "left out by rename"
         elif here in plan.here.values():
             raise StateMismatchError(
-                f"rename gives {here!r} to two tensors of the checkpoint, {name!r} is one", path=path, key=name
+                f"rename gives the name {here!r} to two tensors of the checkpoint, one of which is {name!r}",
+                path=path,
+                key=name,
+                remedy="give each tensor a name of its own, or None to leave it out",
             )
         elif not isinstance(value, torch.Tensor):
             plan.extra.update({here: value} if here in state and here not in targets else {})

@@ -368,7 +368,9 @@ class LoaderTracker:
                 return f"the {what} of a training data loader was {state[key]} and is {now[key]}"
         if state["method"] != self.method and "replay" not in (state["method"], self.method):
             raise StateMismatchError(
-                f"the data loader was followed by {state['method']!r} and is followed by {self.method!r}"
+                f"a training data loader is of another kind than the one that was saved: that one continues by "
+                f"{state['method']!r}, this one by {self.method!r}",
+                remedy="resume with the same kind of loader",
             )
         others = [
             f"{name}.{path}" if name else path

@@ -119,8 +119,8 @@ def _refuse_if_full(directory: str, size: int) -> None:
     available, memory = available_memory()
     if available - size < _KEPT_FREE * memory:
         raise StorageError(
-            f"a snapshot does not fit into memory: it needs {size_in_words(size)}, and of {size_in_words(memory)} only "
-            f"{size_in_words(available)} are available, of which {_KEPT_FREE:.0%} of the whole stay free",
+            f"a snapshot does not fit into memory: it needs {size_in_words(size)}, and {size_in_words(available)} of "
+            f"{size_in_words(memory)} are available; {_KEPT_FREE:.0%} of the memory must stay free",
             path=directory,
             remedy="give the job or container more memory: two snapshots must fit besides the training",
             errno=errno.ENOSPC,

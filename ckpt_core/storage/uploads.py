@@ -317,7 +317,7 @@ class StreamWriter(FileWriter):
                     self._file.discard()
             except CheckpointError as error:
                 # The failure that led here is the one to tell; the service forgets the upload after a week.
-                logger.warning("an abandoned upload could not be ended: %s", error.message)
+                logger.warning("an abandoned upload could not be aborted: %s", error.message)
 
     def __del__(self) -> None:
         # fsspec publishes a file that is merely forgotten, whole or not.

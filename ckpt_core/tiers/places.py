@@ -20,13 +20,13 @@ _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://+")
 class Tiers:
     """A fast local directory in which checkpoints are committed, and the place to which they are uploaded from there.
 
-    A checkpoint has the same name relative to both, and each of its two paths is the name of the same pair.
+    A checkpoint has the same path relative to both, and may be named by either of its two full paths.
 
     Args:
         local_dir: Directory on a local disk.
         upload_to: URL or directory.
         keep_local: How many of the newest uploaded checkpoints of a directory stay on the local disk; None: all.
-        remote: Keeps what is uploaded; by default, ``upload_to`` says what does.
+        remote: The storage of the uploads; by default, ``upload_to`` decides.
 
     Raises:
         ValueError: A value makes no sense; the message begins with the option's name.
@@ -65,12 +65,12 @@ class Tiers:
         upload_to: StrPath | None,
         keep_local: int | None = None,
     ) -> Tiers | None:
-        """Return the tiers that a plugin's options name; None if they name none.
+        """Return the tiers for a plugin's options; None if they are not set.
 
         Args:
-            local_dir: As of the class; None where there is one tier only.
-            upload_to: As of the class; None as above.
-            keep_local: As of the class.
+            local_dir: As for the class, or None.
+            upload_to: As for the class, or None.
+            keep_local: As for the class.
 
         Raises:
             ValueError: One of the options is missing or makes no sense.

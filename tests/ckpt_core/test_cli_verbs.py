@@ -455,7 +455,8 @@ def test_mv_beside_a_run_deletes_nothing_that_was_saved_meanwhile(
     assert main(["mv", str(source), str(target)]) == 1
     monkeypatch.undo()
     said = capsys.readouterr().err
-    assert f"it was replaced while it was moved, and stays; what it was is at {target}" in said and "--force" in said
+    assert f"it was replaced while it was moved: the new checkpoint stays here, the old one is at {target}" in said
+    assert "--force" in said
     assert main(["diff", "--json", str(source), str(target)]) == 1, "step 2 and step 1"
     assert main(["mv", "--force", str(source), str(target)]) == 0
     assert not source.exists() and main(["verify", str(target)]) == 0
