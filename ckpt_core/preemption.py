@@ -44,10 +44,10 @@ class Preemption:
 
     Args:
         signals: Names of signals. Handlers that the program has already installed are called, too.
-        deadline: Seconds from now, whatever becomes of the clock (but a copy goes by it until it is watched), or a
-            time (without a zone: local time), also as text (``"2026-11-22T04:00"``). Allow for a step and a save.
+        deadline: Seconds from now, which changes of the machine's clock do not affect, or a time (a ``datetime``, or
+            text such as ``"2026-11-22T04:00"``; without a zone, it is local). Allow for a step and a save.
         notice: The path of a file that will appear, or a function without arguments that returns whether to end, called
-            on a thread. One rank is enough for either. If the function raises, that is logged the first time, and it is
+            on a thread. If one rank sees it, all end. If the function raises, that is logged the first time, and it is
             called again.
         look_every: Seconds between two checks of the clock and the notice.
 
@@ -126,7 +126,7 @@ class Notices:
 
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
         self._preemption, self._ask = preemption, ask
-        # Clocks are set, and the seconds that a scheduler leaves a run are the same
+        # A deadline in seconds does not move when the machine's clock is set
         self._clock = time.monotonic if _is_number(preemption.deadline) else time.time
         self._ends_at = preemption._ends_at_monotonic
         if self._ends_at is None and preemption.ends_at is not None:

@@ -294,7 +294,7 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
 
 
 def _median(saves: Sequence[Save]) -> float:
-    """Return the stall of a typical one."""
+    """Return the median stall of saves in seconds."""
     stalls = sorted(save.stall or 0.0 for save in saves)
     return stalls[len(stalls) // 2] if stalls else 0.0
 
@@ -307,7 +307,7 @@ def run_in_words(totals: dict[str, Any]) -> str:
 
 
 def _saves_of_all_ranks(processes: Sequence[Process]) -> list[Save]:
-    """Return the saves in their order, those that ranks have made together as one: the longest stall, the worst end."""
+    """Return the saves in order; those that ranks made together are one, with the longest stall and latest commit."""
     together: dict[tuple[int, str, int], list[Save]] = {}
     for _, starts in _by_rank(processes):
         for start, process in enumerate(starts):
@@ -572,7 +572,7 @@ def _time_line(processes: Sequence[Process]) -> str:
 
 
 def _some(saves: Sequence[Save], most: int) -> list[Save]:
-    """Return so many saves at most: of those that share a place, one that is not durable, or that stalled longest."""
+    """Return at most so many saves: of each group of neighbours, one that is not durable or that stalled longest."""
     each = len(saves) // most + 1
     groups = (saves[i : i + each] for i in range(0, len(saves), each))
     return [max(group, key=lambda save: (save.outcome != "durable", save.stall or 0.0)) for group in groups]

@@ -1,6 +1,6 @@
-"""Directory checkpoints by processes that are no ranks of one group: each writes when it can, and one of them commits.
+"""Directory checkpoints by processes that are not ranks of one group: each writes when it can, and one of them commits.
 
-Nobody waits for anybody here: who writes what, and when all have, is decided by whoever calls (``ckpt_async``).
+Nothing waits for other processes here: the caller decides who writes what, and when to commit.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ class RescueSave:
         return {"target": self._path, "reports": reports}
 
     def _local(self, rank: int, key: str, tensor: torch.Tensor) -> LocalTensor:
-        """Return what is written for a rank of a tensor of which each rank has its shard."""
+        """Return the pieces of a tensor that this process writes on behalf of a rank."""
         mine, writers = self._rank, self._rescue.writers
         is_mine = rank == mine and (type(tensor) is not torch.Tensor or mine == min(writers))  # others are on all ranks
         found = local_tensor(tensor, key=key, rank=mine, world_size=len(writers), replicated=True)
         return found if is_mine else found._replace(pieces=(), holders=())
 
     def commit(self, *, metadata: Mapping[str, Any], step: int) -> None:
-        """Make it a checkpoint, when all have written, of this number of optimizer steps.
+        """Commit it as the checkpoint of an optimizer step, after all have written.
 
         Raises:
             RankFailedError: Another one has written at another path, and so at another step.

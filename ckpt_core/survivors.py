@@ -126,10 +126,10 @@ class Rescue(NamedTuple):
 
 
 def wait_seconds_of(value: Any) -> float | None:
-    """Return how long survivors wait for each other, as an option says it: True, seconds, or False for not at all.
+    """Return for how many seconds survivors wait for each other, by the option's value: True, seconds, or False (None).
 
     Raises:
-        ValueError: It says none of that.
+        ValueError: The value is none of these.
 
     Example:
         >>> wait_seconds_of(True), wait_seconds_of(False), wait_seconds_of(5)
@@ -675,7 +675,7 @@ def _local_place(url: str) -> str:
 
 
 def _with(state: Any, part: Any) -> Any:
-    """Return a state with what a part of it has come to since."""
+    """Return a state in which the entries of ``part``, which are newer, replace the old ones."""
     if isinstance(state, dict) and isinstance(part, dict):
         return {**state, **{key: _with(state.get(key), value) for key, value in part.items()}}
     if isinstance(state, list) and isinstance(part, dict):  # by the number of the item
@@ -684,9 +684,10 @@ def _with(state: Any, part: Any) -> Any:
 
 
 def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> Any:
-    """Return what a rank has come to from ``theirs``, while this one came from ``before`` to ``now``.
+    """Return a lost rank's state, from its last note ``theirs`` and this rank's way from ``before`` to ``now``.
 
-    What did not change here did not change there; what was the same is the same. The names of the rest go to ``lost``.
+    What did not change on this rank is taken not to have changed there, and what was equal on both to be equal still.
+    For the rest, this rank's value is returned, and its name is added to ``lost``.
     """
     if _same(before, now):
         return theirs

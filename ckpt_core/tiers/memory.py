@@ -49,9 +49,9 @@ _ATTEMPTS = 10  # to make directories that others delete when they end, or clean
 class MemoryTier:
     """Where the last two snapshots of one run are kept, and when one is due.
 
-    Every rank has one. Those of rank 0 decide: they make the directory (:meth:`begin`), name the next snapshot
-    (:meth:`next_path`) and delete all of them at the regular end (:meth:`end`). A snapshot that fails, because it does
-    not fit, ends no training: a warning says so, and the run takes no more of them.
+    Every rank has one. That of rank 0 makes the directory (:meth:`begin`), names the next snapshot (:meth:`next_path`)
+    and deletes all of them at the regular end (:meth:`end`). If a snapshot fails, because it does not fit, a warning
+    says so, and training continues without snapshots.
 
     Args:
         run: The directory of the run's checkpoints, also a URL: the next start finds the snapshots by it.
@@ -115,7 +115,7 @@ class MemoryTier:
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def found(self) -> str | None:
-        """Return the directory for look-ups; None if it is not there, or not ours, which a warning says."""
+        """Return the directory for look-ups; None if it is missing or, with a warning, belongs to others."""
         if not os.path.lexists(self._place):
             return None
         try:
@@ -126,7 +126,7 @@ class MemoryTier:
         return self.directory
 
     def begin(self) -> str:
-        """Make the directory, on rank 0; return what :meth:`is_seen` is asked on the others.
+        """Make the directory, on rank 0; return the token for :meth:`is_seen` on the others.
 
         Raises:
             StorageError: There is no such memory, or another user has the directory.
@@ -178,24 +178,24 @@ class MemoryTier:
         self._kept = [entry.path for entry in sorted(entries, key=lambda entry: entry.modified)]
 
     def is_seen(self, token: str) -> bool:
-        """Return whether this rank sees the memory of rank 0, which on another machine or in another container is not.
+        """Return whether this rank sees the memory of rank 0: not from another machine or container.
 
         Args:
-            token: What :meth:`begin` has returned there.
+            token: What :meth:`begin` has returned on rank 0.
         """
         return _read(self._place).get("token") == token
 
     def join_machines(self, agreement: Agreement, ranks: RankGroup) -> None:
-        """Make one of the memories of several machines; called on all ranks together when :meth:`begin` was.
+        """Join the memories of several machines; call it on all ranks together after :meth:`begin`.
 
         The lowest rank of each machine serves its memory to the others.
 
         Args:
-            agreement: Of the ranks.
-            ranks: Who saves together.
+            agreement: How the ranks agree.
+            ranks: The ranks that save together.
 
         Raises:
-            CheckpointError: That cannot be; the same on all ranks.
+            CheckpointError: They cannot be joined; the same on all ranks.
         """
         store = ranks.store
         assert isinstance(store, TCPStore)  # there are several ranks
@@ -257,17 +257,17 @@ class MemoryTier:
     # ---- in training -------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Return whether a snapshot is due after a step; asked once for each, on all ranks."""
+        """Return whether a snapshot is due after a step. Call it once for each step, on all ranks."""
         last, self._last = self._last, step
         return step // self._every > last // self._every
 
     def next_path(self, step: int, name: str = "step={}", *, is_busy: bool = False) -> str | None:
-        """Return where the snapshot of a step goes, on rank 0, when there is room; None if there is to be none.
+        """Make room for the snapshot of a step, on rank 0, and return its path; None if it is to be skipped.
 
         Args:
-            step: Of the training.
-            name: Of the snapshot, with a place for the step.
-            is_busy: Whether the snapshot before is still being written: then this one is left out, and nobody waits.
+            step: The step of the training.
+            name: The name of the snapshot, with a place for the step.
+            is_busy: Whether the previous snapshot is still being written; this one is then skipped.
         """
         if self._has_failed or is_busy:
             return None
@@ -276,10 +276,10 @@ class MemoryTier:
         return path
 
     def make_room(self, path: str) -> None:
-        """Delete from this machine's memory what the snapshot that is due takes the place of.
+        """Delete the snapshots in this machine's memory that the next one replaces.
 
         Args:
-            path: What rank 0 has named.
+            path: The path of the next one, as named by rank 0.
         """
         with contextlib.suppress(CheckpointError):
             if self.machines > 1:  # of what others have saved, nothing else tells this machine
@@ -313,14 +313,14 @@ class MemoryTier:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def in_words(self) -> str:
-        """Return a line on what was done; empty if that is nothing."""
+        """Return a line about the snapshots taken; empty if there were none."""
         if not self.snapshots:
             return ""
         each = 1000 * self.stall_seconds / self.snapshots
         return f"{self.snapshots} snapshots in memory; training stood still for {each:.1f} ms for each"
 
     def leave(self) -> None:
-        """Let the snapshots be, for the next start."""
+        """Keep the snapshots for the next start."""
         if self._record is not None:
             self.storage.drop_spares()
             os.close(self._record)
