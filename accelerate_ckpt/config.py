@@ -354,7 +354,7 @@ class CheckpointConfig:
         return self.strategy != "sync" and not self.wait
 
     def made_listeners(self) -> list[Any]:
-        """Return the listeners, those that are named made.
+        """Return the listeners; those that are named by their class are created.
 
         Raises:
             OptionError: There is no such class.

@@ -31,7 +31,7 @@ class ReliableCheckpointIO(CheckpointIOBase):
 
     @abstractmethod
     def checkpointer_in_memory(self, tier: MemoryTier) -> Checkpointer | DirectoryCheckpointer:
-        """Return what saves snapshots in memory; called on all ranks together."""
+        """Return a checkpointer for snapshots in memory; call it on all ranks together."""
 
     def reader_of(self, path: StrPath) -> Any:
         """Return the checkpointer that reads a checkpoint."""
@@ -40,7 +40,7 @@ class ReliableCheckpointIO(CheckpointIOBase):
     @property
     @abstractmethod
     def checkpointer(self) -> Checkpointer | DirectoryCheckpointer:
-        """What saves."""
+        """The checkpointer of this plugin."""
 
     def before_change(self, path: StrPath, *, removes: bool) -> None:
         """Called before a checkpoint is saved or deleted; replaced while somebody has to look at what is there now."""

@@ -43,7 +43,7 @@ class TorchFileIO(ReliableCheckpointIO):
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """What saves."""
+        """The checkpointer of this plugin."""
         return self._checkpointer
 
     @checkpointer.setter
@@ -51,7 +51,7 @@ class TorchFileIO(ReliableCheckpointIO):
         self._checkpointer = checkpointer
 
     def checkpointer_in_memory(self, tier: MemoryTier) -> Checkpointer:
-        """Return what saves snapshots in memory."""
+        """Return a checkpointer for snapshots in memory."""
         return Checkpointer(**tier.settings(self.options.strategy))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:

@@ -115,7 +115,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         buffers: Callable[[], Collection[str]] = tuple,
         frozen: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """Say who saves together; called on all ranks together.
+        """Set the ranks that save together; call it on all of them together.
 
         Args:
             ranks: The ranks of the run.
@@ -128,14 +128,14 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         self._checkpointer = DirectoryCheckpointer(ranks=ranks, slice_replicated=True, **self._settings)
 
     def checkpointer_in_memory(self, tier: MemoryTier) -> DirectoryCheckpointer:
-        """Return what saves snapshots in memory; called on all ranks together."""
+        """Return a checkpointer for snapshots in memory; call it on all ranks together."""
         timeout = self._settings["commit_timeout"]
         settings = tier.settings(self.options.strategy)
         return DirectoryCheckpointer(ranks=self._ranks, slice_replicated=True, commit_timeout=timeout, **settings)
 
     @property
     def checkpointer(self) -> DirectoryCheckpointer:
-        """What saves.
+        """The checkpointer of this plugin.
 
         Raises:
             CheckpointError: There are several processes, and the plugin was not told of them.
