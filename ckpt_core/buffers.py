@@ -69,8 +69,8 @@ class StagingBuffer:
 class ScratchBuffers:
     """A few small buffers that several threads take and give back, kept until :meth:`close`.
 
-    ``most_pinned`` says how many there may be, pinned, for copies to devices: one is lent again when its copies are
-    done, so that others are filled meanwhile. With 0 none is pinned, and there are as many as are lent at a time.
+    ``most_pinned`` is the number of pinned buffers for copies to devices. One is lent again when its copies are done;
+    others are filled meanwhile. With 0, buffers are not pinned, and there are as many as are lent at a time.
     """
 
     def __init__(self, most_pinned: int = 0) -> None:

@@ -248,7 +248,8 @@ _telling = threading.local()  # what a thread has yet to tell
 def notify(listeners: Sequence[Listener], event: Event) -> None:
     """Call every listener; if one raises, that is logged and does not stop the save.
 
-    What happens in a signal handler that has interrupted a listener is told when that has returned: it may hold a lock.
+    An event in a signal handler that has interrupted a listener is delivered after that listener has returned, because
+    it may hold a lock.
 
     Args:
         listeners: Called in their order, on this thread.

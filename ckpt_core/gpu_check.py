@@ -120,7 +120,7 @@ CONTENDERS: tuple[Callable[[], Contender], ...] = (
 
 
 class _Training:
-    """A model of linear layers and AdamW, which have about as many bytes as they are told to."""
+    """A model of linear layers and AdamW, with a state of about ``nbytes`` bytes."""
 
     def __init__(self, device: torch.device, nbytes: int, batch: int) -> None:
         width = max(8, round((nbytes / (3 * 4 * _LAYERS)) ** 0.5))

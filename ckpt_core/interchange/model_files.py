@@ -112,7 +112,7 @@ def export_model(
 
 @contextlib.contextmanager
 def tensors_of(path: str, part: str | None, storage: Storage) -> Iterator[dict[str, _Tensor]]:
-    """Give the tensors of a model in a checkpoint by their names; none is read before it is asked for."""
+    """Yield the tensors of a model in a checkpoint by name; each is read when it is accessed."""
     if not is_directory_checkpoint(storage, path):
         yield _tensors_of_file(path, part, storage)
         return

@@ -1,9 +1,9 @@
 """Rehearsal: a script of a user is trained, resumed in fresh processes, and compared with itself, step by step.
 
-No list of captured things is complete, because users write Python. ``plan``: what one process of a rehearsal is told.
-``notes``: what the plugins in it write down of each step. ``comparing``: in what two runs differ. ``samples``: whether
-other ranks continue an epoch with each of its samples once. ``running``: starts the processes. ``result``: what was
-found, in words.
+No list of captured things is complete, because users write Python. ``plan``: what one process of a rehearsal does.
+``notes``: what the plugins in it note of each step. ``comparing``: how two runs differ. ``samples``: whether other
+ranks continue an epoch with each of its samples once. ``running``: starts the processes. ``result``: the findings in
+words.
 """
 
 from __future__ import annotations

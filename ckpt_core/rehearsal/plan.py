@@ -1,4 +1,4 @@
-"""What one process of a rehearsal is told, in a variable of its environment, so that the script stays as it is."""
+"""The plan of one process of a rehearsal, passed in an environment variable, so that the script stays as it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 
 VARIABLE = "CKPT_REHEARSAL"
-#: Where a rehearsal saves, unless it is told steps.
+#: Where a rehearsal saves, unless steps are given.
 POINTS = ("middle", "epoch-end", "accumulation", "validation")
 
 _LONG = 60
@@ -32,12 +32,12 @@ class Plan:
     until: int | None = None  # number of the last step to take notes of, in a run that is compared with another one
 
     def variables(self) -> dict[str, str]:
-        """Return the environment that tells a process of the plan."""
+        """Return the environment variables that pass the plan to a process."""
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
     @classmethod
     def of_environment(cls) -> Plan | None:
-        """Return what this process was told, None if it is no rehearsal."""
+        """Return the plan of this process; None if it is not part of a rehearsal."""
         text = os.environ.get(VARIABLE)
         if not text:
             return None

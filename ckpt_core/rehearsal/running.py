@@ -72,8 +72,8 @@ def rehearse(
         points: Other points at which to save, of :data:`ckpt_core.rehearsal.POINTS`; None: all of them, unless ``at``
             is given.
         steps: How many optimizer steps to train; None: a little more than two epochs if that is short, else 30.
-        resume_arguments: Words that a resumed run gets besides, with which a script is told to resume; ``{checkpoint}``
-            in one is replaced by the path, ``{ranks}`` by the number of ranks.
+        resume_arguments: Additional arguments of a resumed run, by which the script knows that it resumes;
+            ``{checkpoint}`` is replaced by the path, ``{ranks}`` by the number of ranks.
         ranks: Other numbers of ranks that resume, too, from the middle and the end of an epoch and train to the end of
             theirs: whether each sample is handed out once.
         ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.

@@ -173,7 +173,7 @@ def divide_into(data: memoryview, targets: Sequence[memoryview]) -> None:
 
 
 class CountingReader(FileReader):
-    """Another reader, whose bytes are counted: ``count`` is told of them, from any thread, when they are there."""
+    """Counts the bytes of another reader: calls ``count`` with their number when they have arrived, on any thread."""
 
     def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
         self.path = reader.path

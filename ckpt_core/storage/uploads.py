@@ -1,6 +1,6 @@
 """Uploads of objects, in parts where they are large: through obstore, and through fsspec's own clients.
 
-fsspec publishes a file that is closed or forgotten, whole or not: nothing here does.
+fsspec publishes a file that is closed or garbage-collected, even if it is incomplete. Nothing here does.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class StreamWriter(FileWriter):
                 logger.warning("an abandoned upload could not be aborted: %s", error.message)
 
     def __del__(self) -> None:
-        # fsspec publishes a file that is merely forgotten, whole or not.
+        # fsspec publishes a file that is merely garbage-collected, even if it is incomplete.
         if hasattr(self, "_file"):
             self._file.closed = True
 

@@ -167,7 +167,7 @@ class MemoryServer:
 
 
 class _Client:
-    """Asks one machine; each question has a connection of its own, so that none is left in the middle of an answer."""
+    """Sends requests to one machine, each on a connection of its own, so that one that breaks off disturbs no other."""
 
     def __init__(self, machine: Machine, key: bytes) -> None:
         self.machine = machine
