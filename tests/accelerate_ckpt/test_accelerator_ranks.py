@@ -60,6 +60,7 @@ os._exit(0)  # gloo now and then aborts a process that has done all its work
 """
 
 
+@pytest.mark.extended_cells("sharded")
 @pytest.mark.parametrize("strategy", ["sharded", pytest.param("async", marks=pytest.mark.slow)])
 def test_resumed_training_has_the_bits_of_the_whole_one(
     fork_script: ScriptRunner, tmp_path: Path, strategy: str, unavailable: Callable[[str], NoReturn]

@@ -350,6 +350,7 @@ def test_left_early_and_saved_then_a_stateful_loader_goes_on() -> None:
     assert Run(2, config=config).restore(run.capture()).epoch() == whole[2:]
 
 
+@pytest.mark.extended_cells("6-0", "6-2")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [2, STEPS])
 def test_a_script_that_keeps_states_of_its_stateful_loader_too_is_resumed_in_the_same_place(
@@ -930,6 +931,7 @@ def directly(make: Callable[[], Any]) -> Any:
     return make()
 
 
+@pytest.mark.extended_cells("False-in_a_variable")
 @pytest.mark.each_value
 @pytest.mark.parametrize("iterate", [in_a_variable, in_none, directly])
 @pytest.mark.parametrize("in_body", [False, True])

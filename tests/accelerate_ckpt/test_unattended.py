@@ -457,6 +457,7 @@ CRASHES_ON_ONE_RANK = """
 """
 
 
+@pytest.mark.extended_cells("dies-", "training-")
 @pytest.mark.each_value
 @pytest.mark.parametrize("preempt", ["", "SIGTERM"])
 @pytest.mark.parametrize("moment", ["dies", "raises", "training"])

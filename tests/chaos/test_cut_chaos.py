@@ -105,6 +105,7 @@ def test_a_lost_worker_makes_everything_stop_in_rollback(tmp_path: Path) -> None
     assert judged(job) >= 1
 
 
+@pytest.mark.extended
 def test_a_frozen_worker_stops_snapshots_and_not_the_others(tmp_path: Path) -> None:
     options = CutOptions(alignment="aligned", aligned_timeout=0.05, snapshot_timeout=1.0)
     job = Job(str(tmp_path / "checkpoints"), epochs=6, options=options)
@@ -155,6 +156,7 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_used(
     assert f"passed over the checkpoint {newest}" in caplog.text
 
 
+@pytest.mark.extended_cells("unaligned")
 @pytest.mark.parametrize("alignment", ["unaligned", "aligned"])
 def test_every_checkpoint_is_the_replay_of_the_recorded_order_bit_for_bit(tmp_path: Path, alignment: str) -> None:
     options = CutOptions(alignment=alignment, record_order=True)  # type: ignore[arg-type]

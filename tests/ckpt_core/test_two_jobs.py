@@ -148,6 +148,7 @@ print(json.dumps([seen, saves, told, sorted(os.path.basename(path) for path in f
 """
 
 
+@pytest.mark.extended_cells("file-moto-")
 @pytest.mark.parametrize(
     ("layout", "place", "way"),
     [
@@ -338,6 +339,7 @@ def forged(owner: dict[str, Any]) -> bytes:
     return json.dumps({**lease.this_process(), **owner}).encode()
 
 
+@pytest.mark.extended_cells("fsspec")
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 @pytest.mark.usefixtures("quick")
 def test_a_lease_of_another_machine_counts_when_it_is_renewed(

@@ -35,6 +35,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load
 
 
+@pytest.mark.extended_cells("1")
 @pytest.mark.timeout(900)  # three trainings, each with several processes
 @pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_killed_run_ends_with_the_same_bits(tmp_path: Path, devices: str) -> None:

@@ -46,6 +46,7 @@ def assert_same_training(first: Path, second: Path) -> None:
         assert torch.equal(expected["exp_avg"], found["exp_avg"])
 
 
+@pytest.mark.extended_cells("tiers.yaml-AsyncCheckpointIO")
 @pytest.mark.parametrize(
     ("config", "io"),
     [

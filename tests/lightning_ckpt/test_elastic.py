@@ -19,7 +19,7 @@ def used(results: list[Any], first: int = 0, last: int | None = None) -> collect
     return collections.Counter(i for row in rows for i in row[3])
 
 
-@pytest.mark.extended_cells("ddp-data0")
+@pytest.mark.extended_cells("ddp-data0", "mp-data1")
 @pytest.mark.parametrize(("kind", "data"), [("ddp", {}), ("mp", {}), ("ddp", {"loader": "stateful", "workers": 2})])
 def test_no_sample_is_lost_or_repeated_over_several_changes(
     runs: Runs, tmp_path: Path, kind: str, data: dict[str, Any]
@@ -51,6 +51,7 @@ def test_no_sample_is_lost_or_repeated_over_several_changes(
     assert [row[1] for row in found[0]["seen"]] == [6, 7]
 
 
+@pytest.mark.extended
 def test_resumed_division_is_exact_at_the_same_number_of_ranks(runs: Runs, tmp_path: Path) -> None:
     first = tmp_path / "first"
     callback = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}

@@ -235,6 +235,7 @@ def test_interrupted_after_an_optimizer_step(tmp_path: Path) -> None:
     assert len(warned) == 1 and "after it had changed weights or buffers" in warned[0]
 
 
+@pytest.mark.extended
 def test_interrupted_after_an_optimizer_step_behind_a_sanity_check_of_shards(job: Job, tmp_path: Path) -> None:
     # which leaves whole parameters in the model, and optimizers step on others
     needs_save_on_exception()
@@ -269,6 +270,7 @@ def test_sigterm_saves_between_batches(count: int, tmp_path: Path) -> None:
     assert tail(expected, outcome(trainer, model))
 
 
+@pytest.mark.extended
 def test_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     options = {"workers": 2}
     model, trainer, _ = fit(tmp_path, options, [])

@@ -129,6 +129,7 @@ HSDP: dict[str, Any] = {"ranks": 4, "shards": 2, "io": "ShardedCheckpointIO", "o
 HSDP["trainer"] = {"num_sanity_val_steps": 2, "val_check_interval": 3}
 
 
+@pytest.mark.extended
 def test_survivors_of_hsdp_save_a_shard_each(job: Job, tmp_path: Path) -> None:
     signals = [[rank, "SIGKILL", BACKWARD, 7] for rank in (0, 3)]
     resumed = check_resumes(job, tmp_path, 6, **HSDP, signals=signals, killed=[0, 3])

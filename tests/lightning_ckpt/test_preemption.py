@@ -123,7 +123,7 @@ SLOW_PREEMPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.extended_cells("one rank")
+@pytest.mark.extended_cells("one rank", "in validation")
 @pytest.mark.parametrize(
     "name", [*PREEMPTIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PREEMPTIONS)]
 )

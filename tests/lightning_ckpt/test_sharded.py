@@ -26,7 +26,7 @@ def tail(results: list[Any], since: int) -> list[Any]:
     return [[result["losses"][since:], result["seen"][since:], result["weights"], result["step"]] for result in results]
 
 
-@pytest.mark.extended_cells("mp")
+@pytest.mark.extended_cells("ddp", "mp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_run_goes_on_bit_for_bit(runs: Runs, tmp_path: Path, kind: str) -> None:
     whole = runs.run(tmp_path / "whole", "whole", kind=kind, trainer={"max_steps": 12}, callback=EVERY)

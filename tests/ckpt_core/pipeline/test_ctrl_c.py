@@ -65,6 +65,7 @@ def start_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
+@pytest.mark.extended_cells("twice", "async")
 @pytest.mark.parametrize("strategy", FILES)
 def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if strategy == "no thread":

@@ -52,6 +52,7 @@ for kill in range(kills):
 """
 
 
+@pytest.mark.extended_cells("sync")
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_killed_at_any_moment_the_name_holds_a_whole_checkpoint(
     strategy: str, fork_script: ScriptRunner, tmp_path: Path

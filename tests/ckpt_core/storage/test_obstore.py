@@ -67,6 +67,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "and not obstore" in record.getMessage()]
 
 
+@pytest.mark.extended_cells("ceph-ObstoreWriter-")
 @pytest.mark.parametrize(
     ("place", "writes", "why"),
     [
@@ -403,6 +404,7 @@ def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: Se
                     assert read(direct, path) == CONTENT[:size], (kind, request)
 
 
+@pytest.mark.extended_cells("fsspec-parts")
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])

@@ -68,6 +68,7 @@ def value_at(layout: str, path: str, **settings: Any) -> float:
     return float(weight[0])
 
 
+@pytest.mark.extended_cells("directory-loading")
 @pytest.mark.parametrize(("layout", "goes_on"), [("file", "saving"), ("directory", "loading")])
 def test_the_next_process_finishes_the_upload(
     layout: str,
