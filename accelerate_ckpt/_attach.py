@@ -92,7 +92,7 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
     if isinstance(project, CheckpointProjectConfiguration):
         options = {**vars(project.checkpoints), **options}
     if isinstance(strategy, CheckpointConfig):
-        raise OptionError("attach takes options and no CheckpointConfig: attach(accelerator, **vars(config))")
+        raise OptionError("attach takes options, not a CheckpointConfig: attach(accelerator, **vars(config))")
     if strategy is not None:
         options["strategy"] = strategy
     config = CheckpointConfig.from_sources(options, variables={}, flag_name="attach({})")

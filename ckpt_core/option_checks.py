@@ -82,7 +82,7 @@ def check_signals(value: Any, what: str = "names of signals such as 'SIGTERM'") 
     names = [name.strip().upper() for text in names for name in text.split(",") if name.strip()]
     for name in names:
         if not isinstance(getattr(signal, name, None), signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"must be {what}: {name!r} is no signal that a program can handle")
+            raise ValueError(f"must be {what}: {name!r} is not a signal that a program can handle")
     return tuple(dict.fromkeys(names))
 
 
@@ -103,7 +103,7 @@ def check_deadline(value: Any) -> float | None:
         try:
             return given.timestamp()
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"must be a time that the system's clock has, not {given}: {error}") from None
+            raise ValueError(f"must be a time that the system's clock can represent, not {given}: {error}") from None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
         raise ValueError(f"must be seconds above 0 or a time, not {value!r:.80}")
     return time.time() + given
@@ -133,7 +133,7 @@ def check_preemption(value: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     unknown = [name for name in value if name not in known]
     if unknown:
-        raise ValueError(f"has no argument {unknown[0]!r}: there are signals, deadline, notice and look_every")
+        raise ValueError(f"has no argument {unknown[0]!r}; it has signals, deadline, notice and look_every")
     check_options({name: known[name] for name in value}, value)
     return value
 

@@ -141,5 +141,5 @@ def _built(policy: Any) -> Any:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise OptionError(f"retention: {path} cannot be made: {error}") from error
     if not isinstance(built, RetentionPolicy):
-        raise OptionError(f"retention: {path} is no policy such as ckpt_core.policies.KeepLatest")
+        raise OptionError(f"retention: {path} is not a policy such as ckpt_core.policies.KeepLatest")
     return built

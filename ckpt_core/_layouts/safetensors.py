@@ -242,7 +242,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _stored_tensor(name: str, entry: dict[str, Any], data: int, path: str) -> StoredTensor:
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-        raise TypeError(f"{name} has a size that is not a size")
+        raise TypeError(f"{name} has an invalid size")
     if entry["dtype"] not in _DTYPE_OF_NAME:
         raise CheckpointFormatError(
             f"{name} has the type {entry['dtype']!r}, which is not known here",

@@ -82,7 +82,7 @@ def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
     for word in check_text(text).split(","):
         name, _, value = (part.strip() for part in word.partition("="))
         if name not in _RULES:
-            raise ValueError(f"has no rule {name!r}: there are {', '.join(_RULES)}, as in 'latest=2,every_steps=1000'")
+            raise ValueError(f"has no rule {name!r}; rules are {', '.join(_RULES)}, as in 'latest=2,every_steps=1000'")
         try:
             found.append((f"{name}={value}", _RULES[name](value)))
         except ValueError as wanted:

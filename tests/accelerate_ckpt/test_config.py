@@ -152,7 +152,7 @@ def test_an_empty_file_changes_nothing(file: Any) -> None:
         ("storage_options", "key=value", "must be a mapping"),
         ("preempt", '{"deadline": "soon"}', "deadline must be seconds or a time as 2026-11-22T04:00, not 'soon'"),
         ("preempt", '{"signals": "SIGTREM"}', "signals must be names of signals such as 'SIGTERM': 'SIGTREM' is no"),
-        ("preempt", '{"dedline": 5}', "has no argument 'dedline': there are signals, deadline, notice and look_every"),
+        ("preempt", '{"dedline": 5}', "has no argument 'dedline'; it has signals, deadline, notice and look_every"),
     ],
 )
 def test_a_wrong_value_names_the_option_and_where_it_came_from(name: str, wrong: str, problem: str, file: Any) -> None:

@@ -244,7 +244,7 @@ retention:
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("newest=2", "--retention: retention has no rule 'newest': there are latest, best"),
+        ("newest=2", "--retention: retention has no rule 'newest'; rules are latest, best"),
         ("latest", "needs a whole number of at least 1 for latest, not ''"),
         ("latest=0", "needs a whole number of at least 1 for latest"),
         ("every_hours=-1", "a number of hours above 0 for every_hours, not '-1'"),
@@ -270,7 +270,7 @@ def test_a_class_is_no_policy() -> None:
     [
         ("ckpt_core.policies.KeepNewest", "retention: ckpt_core.policies.KeepNewest cannot be made"),
         ("no.such.module", "No module named 'no'"),
-        ("collections.OrderedDict", "is no policy"),
+        ("collections.OrderedDict", "is not a policy"),
     ],
 )
 def test_a_class_that_is_no_policy_is_named(path: str, said: str) -> None:

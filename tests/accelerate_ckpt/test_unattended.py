@@ -497,8 +497,8 @@ def test_seconds_of_a_deadline_count_from_when_it_was_given(monkeypatch: pytest.
     ("options", "message"),
     [
         ({"resume": "last"}, "resume must be one of 'auto', not 'last'"),
-        ({"preempt": "SIGTREM"}, "preempt must be true, or names of signals .*: 'SIGTREM' is no signal"),
-        ({"preempt": "SIGKILL"}, "'SIGKILL' is no signal that a program can handle"),
+        ({"preempt": "SIGTREM"}, "preempt must be true, or names of signals .*: 'SIGTREM' is not a signal"),
+        ({"preempt": "SIGKILL"}, "'SIGKILL' is not a signal that a program can handle"),
         ({"preempt": 3}, "preempt must be true, names of signals"),
         ({"resume_attempts": 0}, "at least 1"),
     ],

@@ -40,12 +40,12 @@ def test_an_option_is_written_in_several_ways(value: Any, signals: tuple[str, ..
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("SIGTREM", "signals must be names of signals such as 'SIGTERM': 'SIGTREM' is no signal"),
-        ("SIGKILL", "'SIGKILL' is no signal that a program can handle"),
-        ({"after": 3}, "there are signals, deadline, notice and look_every"),
+        ("SIGTREM", "signals must be names of signals such as 'SIGTERM': 'SIGTREM' is not a signal"),
+        ("SIGKILL", "'SIGKILL' is not a signal that a program can handle"),
+        ({"after": 3}, "it has signals, deadline, notice and look_every"),
         ({"deadline": "soon"}, "deadline must be seconds or a time"),
         ({"deadline": -1}, "deadline must be seconds above 0"),
-        ({"deadline": datetime.datetime.min}, "deadline must be a time that the system's clock has"),
+        ({"deadline": datetime.datetime.min}, "deadline must be a time that the system's clock can represent"),
         ({"signals": signal.SIGTERM}, "signals must be names of signals such as 'SIGTERM', not <Signals"),
         (["SIGTERM", 10], "signals must be names of signals such as 'SIGTERM', not"),
         ({"signals": None}, "signals must be names of signals such as 'SIGTERM', not None"),

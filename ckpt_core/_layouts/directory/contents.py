@@ -83,12 +83,12 @@ class Shard:
     def _check_chunks(self, table: TensorTable) -> None:
         name = self.file.name
         if self.tensors.max(initial=-1) >= len(table.infos):
-            raise ValueError(f"{name!r} holds a tensor that its part has not")
+            raise ValueError(f"{name!r} holds a tensor that is not in its part")
         wholes = table.shapes_of(self.tensors)
         if not len(wholes) == len(self.offsets) == len(self.shapes):
-            raise ValueError(f"{name!r} holds pieces that have not their tensors' dimensions")
+            raise ValueError(f"{name!r} holds pieces with another number of dimensions than their tensors")
         if ((self.shapes > wholes) | (self.offsets > wholes - self.shapes)).any():
-            raise ValueError(f"{name!r} holds elements that their tensors have not")
+            raise ValueError(f"{name!r} holds pieces that lie outside of their tensors")
 
     @functools.cached_property
     def blocks(self) -> list[int]:
@@ -365,12 +365,12 @@ def _references(record: PartRecord) -> list[Reference]:
     tree, in_order = decode_structure(record.skeleton)
     found = list(tensor_paths(tree, Unresolved))
     if len(found) != len(in_order) or any(a is not b for (_, a), b in zip(found, in_order, strict=True)):
-        raise ValueError("a tensor stands where there can be none")
+        raise ValueError("a tensor is where none can be")
     references = []
     for where, unresolved in found:
         key = key_of(where)
         if unresolved.index >= len(record.tensors):
-            raise ValueError(f"{key} is a tensor that there is not")
+            raise ValueError(f"{key} refers to a tensor that is not in its part")
         is_array = unresolved.nbytes is not None
         info = record.tensors[unresolved.index]
         if is_array and (info.dtype is not torch.uint8 or info.nbytes != unresolved.nbytes):

@@ -252,7 +252,7 @@ def _rank(number: int, record: Any, kinds: Mapping[str, str]) -> RankRecord:
     if (digests is None) == bool(files):
         raise ValueError(f"rank {number} has files without digests, or digests without files")
     if digests is not None and digests.size != sum(file.blocks for file in files) * DIGEST_BYTES:
-        raise ValueError(f"rank {number} has not one digest for each block")
+        raise ValueError(f"rank {number} does not have one digest for each block")
     parts = {name: _part(part) for name, part in _mapping(record["parts"]).items()}
     if any(kinds.get(name) != "per-rank" for name in parts):
         raise ValueError(f"rank {number} has parts of its own that are not per-rank")
@@ -284,7 +284,7 @@ def _type(dtype: Any, shape: Any) -> TensorInfo:
         raise ValueError(f"{dtype!r} is not the type of a tensor")
     extent = tuple(map(_number, _list(shape)))
     if math.prod(max(1, size) for size in extent) * DTYPES[dtype].itemsize > _LARGEST_NUMBER:
-        raise ValueError(f"there is not a tensor of shape {list(extent)}")
+        raise ValueError(f"no tensor can have the shape {list(extent)}")
     return TensorInfo(DTYPES[dtype], extent)
 
 
@@ -296,7 +296,7 @@ def _shard_file(entry: Any) -> ShardFile:
         raise ValueError(f"file {name!r} cannot be of {size} bytes with a header of {header_size}")
     part = None if part is None else _text(part)
     if len(linked) > 1:
-        raise ValueError(f"file {name!r} is of {len(linked)} saves")
+        raise ValueError(f"file {name!r} names {len(linked)} saves that wrote it")
     if linked:
         check_save_id(_text(linked[0]))
     return ShardFile(name, part, header_size, size, _number(blocks), None if chunks is None else _list(chunks), *linked)

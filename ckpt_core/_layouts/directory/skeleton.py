@@ -508,7 +508,7 @@ def _plain_number(node: Json) -> Any:
 
 
 def _no_tensor(*_: Any) -> NoReturn:
-    raise ValueError("a tensor where there can be none")
+    raise ValueError("a tensor is where none can be")
 
 
 def _integer(value: Any) -> int:

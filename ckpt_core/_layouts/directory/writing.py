@@ -356,7 +356,7 @@ def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, p
     """Return what a rank writes of a part, and append the tensors to ``sources``."""
     unknown = part.pieces.keys() - part.tensors.keys()
     if unknown:
-        raise ValueError(f"part {part.name!r} has pieces of tensors that it has not: {sorted(unknown)[:5]}")
+        raise ValueError(f"part {part.name!r} has pieces of tensors that are not in it: {sorted(unknown)[:5]}")
     chunks: list[_Chunk] = []
     names = set(_NOT_TENSORS)
     for index, (key, tensor) in enumerate(part.tensors.items(), start=first):

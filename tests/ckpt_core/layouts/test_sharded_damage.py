@@ -177,7 +177,7 @@ def test_nothing_is_changed_when_a_file_is_wrong(tmp_path: Path, kind: str) -> N
     [
         (b'"older"', b'"other"', "older and not other"),
         (b'"older"', b'"../up"', "cannot be the id"),
-        (b'"older"', b'"older","x"', "is of 2 saves"),
+        (b'"older"', b'"older","x"', "names 2 saves"),
         (b'"older"', b"7", "is not text"),
     ],
 )
