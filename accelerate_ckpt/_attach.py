@@ -37,11 +37,11 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 
 log = logging.getLogger(__name__)
 
-_makers = Patches()  # for every Accelerator that is made
-_methods = Patches()  # does as before for an Accelerator without a session
-_signals = Patches()  # what a session has to hear of; does nothing for an Accelerator without one
+_makers = Patches()  # wraps the creation of every Accelerator
+_methods = Patches()  # call the original for an Accelerator without a session
+_signals = Patches()  # inform a session; without one, they only call the original
 _attached: weakref.WeakKeyDictionary[Any, CheckpointConfig] = weakref.WeakKeyDictionary()
-_installed: list[CheckpointConfig] = []  # one at most: what an Accelerator gets that nobody attached to
+_installed: list[CheckpointConfig] = []  # at most one: the options of Accelerators without attach
 
 _OTHERS_FORMAT = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
@@ -131,7 +131,7 @@ def drain(*, raised: bool, tell_trackers: bool = False) -> None:
     failure: CheckpointError | None = None
     for session in unfinished_sessions():
         try:
-            if session.accelerator is None:  # other ranks may have none like it any more
+            if session.accelerator is None:  # other ranks may have none any more
                 session.checkpointer.close()
             else:
                 if not raised:
@@ -167,7 +167,7 @@ def _init(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
 
 def _begin(accelerator: Any) -> None:
     accelerator.resumed = None
-    # All ranks make their Accelerator together, and may not come together any more when one of them saves.
+    # Opens the session now, while all ranks are together; a save may be called on one rank.
     is_ours = _session(accelerator) is not None
     if not is_ours and accelerator.distributed_type in _OTHERS_FORMAT:
         log.warning(
@@ -269,8 +269,8 @@ def _prepare_model(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -
 def _prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     prepared = original(accelerator, *args, **kwargs)
     session = session_of(accelerator)
-    if session is not None and accelerator._optimizers:  # an evaluation may be where nothing can be saved
-        refuse_unwritable(session)  # behind what the models wait for: until then, ranks may be minutes apart
+    if session is not None and accelerator._optimizers:  # an evaluation needs no writable directory
+        refuse_unwritable(session)  # after the models' collectives, because before, ranks may be minutes apart
     return prepared
 
 
@@ -307,7 +307,7 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
 
 def _log(original: Any, accelerator: Any, values: Any, *args: Any, **kwargs: Any) -> None:
     session = session_of(accelerator)
-    # with what the script logs, under its step: a call of our own would move the steps of some trackers on
+    # sent with the script's own values, because a call of our own would advance the step of some trackers
     figures = session.report.new_metrics() if session is not None and isinstance(values, Mapping) else {}
     original(accelerator, {**values, **figures} if figures else values, *args, **kwargs)
     if session is not None:
@@ -342,7 +342,7 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     """
     begins = True
     for session in live_sessions():
-        if session.saves_alone is None:  # else whoever does that knows when a step begins
+        if session.saves_alone is None:  # otherwise what saves alone knows when a step begins
             note_start(session)
     for batch in original(loader):
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}

@@ -138,7 +138,7 @@ def _series_of(info: CheckpointInfo) -> str:
 
 
 def _by_name(info: CheckpointInfo) -> tuple[bool, list[int], str]:
-    # Names without numbers, as "last", are replaced by each save.
+    # A name without numbers, such as "last", is that of the newest of its series.
     numbers = _numbers(info)
     return not numbers, numbers, info.path
 
@@ -173,7 +173,7 @@ def _disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
     if step is not None and others is not None and others > step:
         return f"it was committed later, but {other.path} is at step {others}, and it is at step {step}"
     beside = os.path.dirname(newest.path.rstrip("/")) == os.path.dirname(other.path.rstrip("/"))
-    if beside and other.modified > newest.modified:  # a disk is slower than memory, so dates say nothing there
+    if beside and other.modified > newest.modified:  # between disk and memory, dates say nothing
         return f"it records the latest commit, but by file dates {other.path} is newer: was the directory copied?"
     says = step is not None or newest.committed is not None
     if says or newest.modified == other.modified or _series_of(newest) == _series_of(other):
@@ -334,7 +334,7 @@ class Catalog:
         try:
             self._stamps[info] = stamp_of(info.path, storage=self._storage, is_directory=info.is_directory)
         except UnsafeCheckpointError:
-            self._stamps[info] = NO_STAMP  # holds more than plain data, which is not opened to find out
+            self._stamps[info] = NO_STAMP  # reading its record would run code
         except CheckpointNotFoundError:
             pass  # deleted since it was listed
         except CheckpointError:
@@ -350,7 +350,7 @@ class Catalog:
             root = storage.tiers.local_path(self.root)
             found = self._listed(storage.local, root)
             if not found:
-                raise  # rather than a fresh start
+                raise  # an empty result would mean a fresh start
             logger.warning("looked for checkpoints only in %s: %s", root, error)
             return found
 
@@ -366,7 +366,7 @@ class Catalog:
     def _directly_in(self, storage: Storage, root: str) -> list[CheckpointInfo]:
         files = [(file, False) for file in storage.list(root)]
         directories = [(file, True) for file in storage.list_directories(root)]
-        # Of what was uploaded from a local tier, the store knows when that ended, which may have been in another order.
+        # The store's dates are those of the uploads, which may have ended in another order than the saves.
         is_uploaded = any(os.path.basename(file.path) == LEDGER_NAME for file, _ in files)
         committed = read_ledger(storage, root) if is_uploaded else {}
         pins = {os.path.basename(file.path) for file, _ in files if is_pin(file.path)}
@@ -402,14 +402,14 @@ class Catalog:
             StorageError: The directory is a file, or behind a link that leads nowhere.
         """
         self.passed_over = {}
-        wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
+        wait_for_saves(self._saved_in, below=self._levels > 0)  # of any checkpointer in this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
         if not by_age:
             self.refuse_wrong_directory()
 
         def in_order(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
             ordered = infos if order is None else order(infos)
-            if not ordered:  # also where only other files are
+            if not ordered:  # nothing, or only other files
                 self.refuse_remains()
             return ordered
 
@@ -449,7 +449,7 @@ class Catalog:
             CheckpointCorruptedError: A checkpoint has lost its manifest.
         """
         if is_remote(self._saved_in):
-            return  # what was never committed has such a name there
+            return  # on a store, an unfinished save has its final name, too
         storage, places = storage_for(self._saved_in), [self._saved_in]
         for _ in range(self._levels + 1):
             below = [path for place in places for path in storage.subdirectories(place)]

@@ -86,7 +86,7 @@ class CheckpointerBase:
         self._storage = storage
         self._tiers = tiers
         self._tiered: TieredStorage | None = None
-        self._uploader: Uploader | None = None  # of this process; other ranks have none
+        self._uploader: Uploader | None = None  # on the rank that uploads; None on others
         if tiers is not None:
             self._tiered = TieredStorage(tiers, local=storage, storage_options=storage_options)
         if self._tiered is not None and uploads:
@@ -216,7 +216,7 @@ class CheckpointerBase:
         except Exception:  # noqa: BLE001 - whatever a user's module or tensor raises, the first save allocates
             return
         if self.strategy == "async" and nbytes >= _WORTH_RESERVING:
-            self._pipeline.buffers.reserve(nbytes + nbytes // 100 + 2**20)  # and what stands between the tensors
+            self._pipeline.buffers.reserve(nbytes + nbytes // 100 + 2**20)  # and padding between the tensors
 
     def _bytes_of_this_rank(self, tensors: Iterable[torch.Tensor]) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -294,9 +294,9 @@ class CheckpointerBase:
         source = self.known_as(path)
         self._pipeline.queue.wait(source)
         wait_for_saves(source)  # of another checkpointer
-        self.wait_staged()  # it may be loaded into what is being copied
+        self.wait_staged()  # the load may write into tensors that a save still copies
         uploader = self._uploader_of(source)
-        if uploader is not None and rank_of_process() == 0:  # all ranks load, and one uploads what is left
+        if uploader is not None and rank_of_process() == 0:  # all ranks load, but only one uploads
             uploader.resume(source)
         return source
 

@@ -302,7 +302,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         slices = self._slice_replicated if slice_replicated is None else slice_replicated
 
         def begin() -> IncrementalSave:
-            self._save_path(path)  # which raises where the ranks can hear it
+            self._save_path(path)  # raises if outside the tiers, where the failure is announced to all ranks
             return self._unchanged.begin(self._claimed(target), target)
 
         @functools.cache
@@ -326,7 +326,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 size = self._pipeline.save(share(), started=started, waited=waited)
         except Exception:
             raise
-        except BaseException as error:  # Ctrl-C on this rank: the others are about to wait for its part
+        except BaseException as error:  # Ctrl-C on this rank: tell the others, which would wait for its part
             left_out = functools.partial(self._pipeline.leave_out, share(), error, waited=has_waited)
             do_through(functools.partial(left_out, limit=self._max_pending))
             raise
@@ -387,12 +387,12 @@ class DirectoryCheckpointer(CheckpointerBase):
         started = time.perf_counter()
         open_joint = functools.partial(JointSave, self._series, path, timeout=self._commit_timeout, of=original)
         if self.strategy == "async":
-            limit = self._max_pending + 1  # it needs no memory, so it need not wait for the save
+            limit = self._max_pending + 1  # a copy needs no buffer, so it does not wait for the save's
             try:
                 self._pipeline.queue.wait_for_turn(limit)
             except Exception:
                 raise
-            except BaseException as error:  # Ctrl-C on this rank: the others are about to wait for it
+            except BaseException as error:  # Ctrl-C on this rank: tell the others, which would wait for it
                 nothing = DirectoryState([], {}, None, None, slice_replicated=False)
                 begin = functools.partial(self._unchanged.begin, self._storage_for(path), path)
                 share = DirectorySave(nothing, begin, path, self._pipeline, open_joint(), self._plans)
@@ -441,7 +441,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         source = self._wait_to_read(path)
         storage = self._storage_for(source)
         if not is_remote(source) and not storage.exists(source):
-            # This mends what a crash in the middle of a replacement left.
+            # A crash in the middle of a replacement may have left it under another name.
             storage.remove_orphans(os.path.dirname(source))
         opened = DirectoryCheckpoint(source, self._to_read(source), self._ranks, weights_only=weights_only)
         self._unchanged.loaded(storage, source)
@@ -449,20 +449,20 @@ class DirectoryCheckpointer(CheckpointerBase):
 
     @staticmethod
     def _committed_by(path: str) -> str:
-        return f"{path}/{MANIFEST_NAME}"  # a killed upload leaves other files there
+        return f"{path}/{MANIFEST_NAME}"  # a killed upload leaves a directory without it
 
     def _delete(self, storage: Storage, path: str) -> None:
         if self._ranks.rank != 0:
             return
         names = names_of_files(storage, path) if is_remote(path) else set()
         if not self._pipeline.directories.is_alone(path):
-            # The job that was there first may be writing files of the other names again.
+            # Another job may be writing files under the names without a suffix.
             names = {name for name in names if has_suffix(name)}
         storage.remove_directory(path, names=names)
 
     def _claimed(self, path: str) -> Storage:
         """Return the storage of a checkpoint that this rank saves, with its directory claimed."""
         storage = self._storage_for(path)
-        if self._ranks.rank == 0:  # which commits
+        if self._ranks.rank == 0:  # rank 0 commits
             self._pipeline.directories.claim(storage, path)
         return storage

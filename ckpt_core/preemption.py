@@ -76,7 +76,7 @@ class Preemption:
             logger.warning("the deadline %s is over: this run saves after its first step, and ends", self.deadline)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_ends_at_monotonic": None}  # another machine has another such clock
+        return vars(self) | {"_ends_at_monotonic": None}  # another process has another monotonic clock
 
     @classmethod
     def of(cls, value: Any) -> Preemption | None:
@@ -162,7 +162,7 @@ class Notices:
         try:
             return bool(notice()) if callable(notice) else os.path.exists(notice)
         except Exception:
-            if not self._has_failed:  # a network that is away for a moment, or a mistake: nobody wants to read it often
+            if not self._has_failed:  # logged once: it may fail every second
                 logger.exception(
                     "preempt: could not check %r for whether this run should end; checking again every %g s. This is "
                     "logged only once",
@@ -208,7 +208,7 @@ class SignalNotes:
         if callable(before) and not _only_ends(before):
             before(number, frame)
         elif self._is_closed and before is not None and signal.getsignal(number) == self._handle:
-            signal.signal(number, before)  # closed on another thread, which can put nothing back
+            signal.signal(number, before)  # close() ran on another thread, where handlers cannot be restored
             os.kill(os.getpid(), number)
 
     def _handler_before(self, number: int) -> Any:

@@ -135,7 +135,7 @@ class ResumeAttempts:
         last = [info for info in infos if self._limit is not None and counts.get(_key(info), 0) >= self._limit]
         newly = [info for info in last if info not in self._stepped_over]
         self._stepped_over += newly
-        newer = itertools.takewhile(lambda info: info in last, infos)  # of the others nobody would ask
+        newer = itertools.takewhile(lambda info: info in last, infos)  # only those that would have been taken
         for info in [info for info in newer if info in newly]:
             logger.warning(
                 "skipped the checkpoint %s: the run was resumed from it %d times in a row and ended each time "
@@ -155,7 +155,7 @@ class ResumeAttempts:
         """Note that a run is being resumed from a checkpoint."""
         counts = self._read()
         keys = {_key(each) for each in [*self._stepped_over, info]}
-        counts = {key: count for key, count in counts.items() if key in keys}  # others belong to crashes before
+        counts = {key: count for key, count in counts.items() if key in keys}  # drop the counts of earlier crashes
         counts[_key(info)] = counts.get(_key(info), 0) + 1
         self._write(counts)
 

@@ -21,7 +21,7 @@ from lightning_ckpt._private.hooks import before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
 
 STATE_KEY = "lightning_ckpt"
-# why a checkpoint holds no exact state although the callback is there, in words
+# its value says why a checkpoint has no exact state although the callback is there
 NO_STATE_KEY = "lightning_ckpt_no_exact_state"
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 _RAY_REPORT = "lightning_checkpoints-job_id="  # in the paths of Ray's RayTrainReportCallback
@@ -132,9 +132,9 @@ def _watch(trainer: Any) -> None:
 def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
     """Return False where waiting costs no training, and a caller may rely on the file as soon as the save returns."""
     if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
-        return False  # SLURM requeues the job, and with it ends this process
+        return False  # SLURM ends this process when it requeues the job
     if _RAY_REPORT in os.fspath(path):
-        return False  # copied next, by code that does not look at it from Python
+        return False  # copied next by native code, which does not wait by itself
     try:
         epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
         # Equal between epochs: before fit, after it, and when it ends.

@@ -4,7 +4,7 @@ It is a ``ModelCheckpoint`` that also works with our plugins: failures, copies i
 look-ups.
 """
 
-# Not "from __future__ import annotations": as of ModelCheckpoint, an annotation is a type, which parsers read.
+# Without "from __future__ import annotations", because parsers such as LightningCLI read annotations as types.
 import contextlib
 import functools
 import inspect
@@ -155,7 +155,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         >>> # Trainer(callbacks=[callback]).fit(model, ckpt_path="last")
     """
 
-    has_rehearsed = False  # of the process: a script that fits several times, as for cross-validation, does it once
+    has_rehearsed = False  # in this process: a script that fits several times is rehearsed once
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         has_option = "save_on_exception" in inspect.signature(ModelCheckpointBase.__mro__[1]).parameters
         if save_on_exception and not has_option:
             raise ValueError("save_on_exception=True needs Lightning 2.5.6 or newer")
-        self.save_on_exception = False  # where Lightning does not set it
+        self.save_on_exception = False  # older releases of Lightning do not set it
         newer: dict[str, Any] = {"save_on_exception": save_on_exception} if has_option else {}
         super().__init__(
             dirpath=dirpath,
@@ -293,7 +293,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         plugin = trainer.strategy.checkpoint_io
         self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
         if self._auto is not None and self.dirpath is None:
-            self.dirpath = stable_directory(trainer)  # not that of the logger, which is another one at each start
+            self.dirpath = stable_directory(trainer)  # the logger's directory is another one at each start
         self._lookup.levels = self._levels_of_names()
         if self._plugin is None:
             self._lookup.reach_by(None, None)
@@ -302,7 +302,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _levels_of_names(self) -> int:
         """Return how many directories below its own the names of checkpoints lead, as ``{val/loss}`` does."""
-        with contextlib.suppress(Exception):  # whatever a pattern cannot make of zeros: a save says it
+        with contextlib.suppress(Exception):  # a pattern that fails without values; the save reports it
             name = self._format_checkpoint_name(self.filename, {}, auto_insert_metric_name=self.auto_insert_metric_name)
             return os.path.normpath(name).count("/")
         return 0
@@ -315,7 +315,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self.meet(trainer)
         with warnings.catch_warnings(record=True) as caught:
             super().setup(trainer, pl_module, stage)
-        for each in caught:  # of a run that resumes, the directory is not empty on purpose
+        for each in caught:  # if the run resumes, the directory is meant not to be empty
             if stage == "fit" and _NOT_EMPTY in str(each.message):
                 self._not_empty = each
             else:
@@ -326,7 +326,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._auto is not None and stage == "fit":
             self._auto.begin(trainer)
         if stage != "fit":
-            self._last_found = None  # was not for a fit
+            self._last_found = None  # it is for a fit only
             if self.exact and self._is_first(trainer):
                 ExactState.evaluation_begins(trainer, getattr(stage, "value", stage), self._warn_inexact)
         if stage == "fit":
@@ -341,7 +341,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         name_mismatches(trainer)
         if stage == "fit" and _callbacks_of(trainer)[0] is self:
             self._report = RunReport(trainer, log_metrics=self.log_metrics)
-        if self.exact and stage == "fit" and trainer.lightning_module is not None:  # which a test may leave out
+        if self.exact and stage == "fit" and trainer.lightning_module is not None:  # a test may have no module
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
 
     def _look_at_directory(self) -> None:
@@ -362,14 +362,14 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._after_hooks("on_validation_end", functools.partial(super().on_validation_end, trainer, pl_module))
 
     def _after_hooks(self, name: str, save: Callable[[], None]) -> None:
-        # what the module's own hook changes and logs is to be in the checkpoint
+        # the checkpoint is to hold what the module's own hook changes and logs
         if self._state is not None:
             self._state.after_hooks(name, save)
         else:
             save()
 
     def _after_batch(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # under manual optimization, Lightning 2.6 saves at no time interval, and may save weights from before the step
+        # with manual optimization, Lightning 2.6 ignores train_time_interval, and may save weights from before the step
         module: Any = pl_module if pl_module.automatic_optimization else _WithAutomaticOptimization(pl_module)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if self._auto_interval is not None:
@@ -406,11 +406,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._save_just_in_time(trainer, self._just_in_time, exception)
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS):
-            plugin.checkpointer.drain()  # so that no rank hears of a failure later than others, in the save below
-            plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
+            plugin.checkpointer.drain()  # so that all ranks know of a failure before the save below
+            plugin.checkpointer.take_failure()  # already logged; raised, it would hide the exception
         try:
             if self._is_ending:
-                pass  # saved what there is
+                pass  # it has been saved
             # an exception on one rank only: Lightning's part of a save would wait for the others for ever
             elif not self.save_on_exception or self._state is None or self._state.gathering.all_are_here():
                 super().on_exception(trainer, pl_module, exception)
@@ -423,7 +423,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._report is not None:
             self._report.tell_loggers()
         if self._recording is not None:
-            self._recording.close()  # Lightning tears nothing down, and a search over settings may fail often
+            self._recording.close()  # Lightning calls no teardown after an exception, and a search may raise often
         self._end_memory(keep=not self._is_ending)
         if self._auto is not None and _is_no_crash(exception):
             self._auto.end(trainer)
@@ -541,7 +541,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         infos = self._lookup.catalog(directory).checkpoints()
         there = {info.name for info in infos}
         self._forget(lambda path: os.path.basename(path) not in there)
-        if self.monitor is None and not self.best_model_path:  # the one before it is to be replaced by the next
+        if self.monitor is None and not self.best_model_path:  # the next save replaces it
             own = (
                 info.path
                 for info in infos
@@ -560,7 +560,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         super().teardown(trainer, pl_module, stage)
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.close()  # some strategies never tear their plugin down
+            watch.close()  # some strategies never call the plugin's teardown
         self._end_memory(keep=False)
         if self._auto is not None and stage == "fit":
             self._auto.end(trainer)
@@ -573,12 +573,12 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS) and is_remote(filepath) and self._lookup.tiers is None:
-            # Training would wait for a store that is down.
+            # Asking a store that is down would stop training.
             is_taken = filepath in plugin.names_in_use and not plugin.checkpointer.has_failed(filepath)
             return bool(trainer.strategy.broadcast(is_taken))
         under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
         if self._lookup.tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
-            under_way = plugin.checkpointer.is_taken(filepath)  # also by an upload whose local copy is gone
+            under_way = plugin.checkpointer.is_taken(filepath)  # also if only the uploaded copy is left
         found: bool = trainer.strategy.reduce_boolean_decision(under_way, all=False)
         return found or super().file_exists(filepath, trainer)
 
@@ -605,7 +605,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         self._copy_of = self._saved_by_this_trigger if _saves_through_plugin(trainer.strategy) else None
         if self._last_checkpoint_saved == self._last_model_path:
-            self._last_checkpoint_saved = ""  # Lightning 2.5.0 would put a link to itself in its place
+            self._last_checkpoint_saved = ""  # Lightning 2.5.0 would replace it by a link to itself
         try:
             with self._decides():
                 super()._save_last_checkpoint(trainer, monitor_candidates)
@@ -613,7 +613,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._copy_of = None
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-        # the state is taken in the middle of the save, when ModelCheckpoint does not count it yet
+        # state_dict is called during the save, before ModelCheckpoint counts it
         self._being_saved = (filepath, trainer.global_step)
         try:
             self._save_or_copy(trainer, filepath)
@@ -659,8 +659,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if resumed.startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(trainer.ckpt_path):
             self.last_model_path = os.path.join(os.fspath(self.dirpath or ""), resumed)  # as Lightning spells it
         if not self._is_in_dirpath(self._last_checkpoint_saved):
-            self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
-        # New checkpoints get other names than the damaged ones, which somebody may still want to look at.
+            self._last_checkpoint_saved = ""  # in another directory: it cannot be linked to
+        # Damaged checkpoints are not counted, so that they are not deleted.
         self._forget(self._lookup.was_passed_over)
         self._forget_what_was_not_saved(trainer)
         if self._memory is not None:
@@ -692,7 +692,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     # ---- retention ---------------------------------------------------------------------------------------------------
 
     def _save_and_record(self, trainer: Any, filepath: str) -> None:
-        # before the save, so that the checkpoint knows of itself
+        # before the save, so that the checkpoint's own state has it
         self._metrics = self._measured(trainer, filepath)
         is_chosen = self._retention is not None and not self._lookup.is_last(filepath)
         if self._retention is not None and is_chosen:
@@ -713,7 +713,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         """
         if self._retention is not None:
             return numbers_in(trainer.callback_metrics)
-        value = self.best_k_models.get(filepath)  # was compared with the others a moment ago
+        value = self.best_k_models.get(filepath)  # has just been compared with the others
         if value is None and self.monitor is not None:
             value = trainer.callback_metrics.get(self.monitor)
             value = None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
@@ -727,7 +727,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         protected = {self._best_model_path, self._last_model_path, os.fspath(trainer.ckpt_path or "")}
         if self.save_top_k != -1:
             protected |= self.best_k_models.keys()
-        # the clocks of the ranks differ
+        # rank 0 decides, because the clocks of the ranks differ
         for path in trainer.strategy.broadcast(self._retention.surplus(protected)):
             self.best_k_models.pop(path, None)
             self._remove_checkpoint(trainer, path)
@@ -738,7 +738,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             return
         if self._plugin is None and os.path.exists(pin_path(filepath)):
             logger.info("kept the checkpoint %s, which is pinned: ckpt drop unpins it", filepath)
-            return  # a plugin of ours looks for itself
+            return  # our plugins check pins themselves
         if self._retention is not None:
             self._retention.forget(filepath)
         if self._plugin is not None:
@@ -798,23 +798,23 @@ class ResumableCheckpoint(ModelCheckpointBase):
             return
         path = os.path.join(os.fspath(self.dirpath or ""), f"{_PREEMPTED}{trainer.global_step}{self.FILE_EXTENSION}")
         candidates = self._monitor_candidates(trainer)
-        if self.save_on_exception:  # then scripts look for the name that Lightning gives it
+        if self.save_on_exception:  # scripts then expect Lightning's name
             path = self.format_checkpoint_name(metrics=candidates)
         announce(trainer, f"This run ends because of {reason}: it saves {path} first.")
         if self._auto_interval is not None:
             self._auto_interval.schedule.is_ending = True
         try:
-            # Not as one of the callback's own, which it would count: a resumed run does what is still due at this step.
+            # Not counted as one of the callback's own, so that a resumed run still saves what is due at this step.
             trainer.save_checkpoint(path)
             if self.save_last and self._plugin is not None and _saves_through_plugin(trainer.strategy):
                 self._saved_by_this_trigger = self._last_checkpoint_saved = path
                 self._save_last_checkpoint(trainer, candidates)
             self._wait_until_durable(trainer)
-        except (CheckpointError, OSError) as error:  # the latter of Lightning's own plugin
+        except (CheckpointError, OSError) as error:  # OSError: from Lightning's own plugin
             logger.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
             return
         has_failed = self._plugin is not None and self._plugin.checkpointer.has_failed(path)
-        if trainer.strategy.broadcast(has_failed):  # with on_error="warn", which has logged why
+        if trainer.strategy.broadcast(has_failed):  # with on_error="warn"; the reason is logged
             logger.error(NOT_SAVED)
             return
         self._is_ending = True
@@ -829,14 +829,14 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _save_just_in_time(self, trainer: Any, just_in_time: JustInTime, error: BaseException) -> None:
         plugin = trainer.strategy.checkpoint_io
-        if isinstance(plugin, _PLUGINS):  # what is committed later would count as newer
+        if isinstance(plugin, _PLUGINS):  # a save that is committed later would count as newer
             plugin.checkpointer.drain(timeout=None if isinstance(plugin, TorchFileIO) else _DRAIN_SECONDS)
         directory = os.fspath(self.dirpath or "")
         try:
             path = just_in_time.rescue(
                 error, lambda step: os.path.join(directory, f"{_JUST_IN_TIME}{step}{self.FILE_EXTENSION}")
             )
-        except Exception:  # whatever users' hooks raise: the exception that ends the training is the one to be seen
+        except Exception:  # from users' hooks, too; it must not hide the exception that ends the training
             logger.exception("could not save a checkpoint after a rank had died: resume from the last one")
         else:
             self._is_ending = path is not None
@@ -895,7 +895,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             return None
         self.meet(trainer)
         given = os.fspath(trainer.default_root_dir if self._given_dirpath is None else self._given_dirpath)
-        if not is_remote(given):  # of links in it, ModelCheckpoint only knows where they lead
+        if not is_remote(given):  # the given path, because ModelCheckpoint resolves links
             Catalog(given).refuse_wrong_directory()
         options = {"storage_options": self._lookup.storage_options, "tiers": self._lookup.tiers}
         return self.newest(trainer, self._auto.look(checkpoint_directory(self, trainer), **options))
@@ -910,7 +910,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         directory, resumed = os.fspath(self.dirpath or ""), os.fspath(trainer.ckpt_path or "")
         place = os.path.dirname(resumed) if is_remote(resumed) else os.path.realpath(os.path.dirname(resumed))
         if directory and f"{place}/".startswith(f"{directory.rstrip('/')}/"):
-            # not a run that begins in a new directory with a checkpoint of another one
+            # only if the checkpoint is in the run's own directory
             self._has_moved = follow(checkpoint.get("callbacks", {}).get(self.state_key), directory)
         if trainer.state.fn == "fit":
             self._resumed = point_of(resumed, checkpoint)
@@ -943,8 +943,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
                     announce(trainer, f"There is nothing to resume in {directory}: this run starts from the beginning.")
             return others
         if not found.path.startswith(f"{directory.rstrip('/')}/"):
-            return {found.path}  # of a requeue
-        # Of what several callbacks have found, the Trainer takes the last one by date.
+            return {found.path}  # saved for a requeue
+        # If several callbacks have found one, the Trainer takes the newest by file date.
         if not is_local or len(trainer.checkpoint_callbacks) > 1:
             tell_of_checkpoint(trainer, found.path, found.modified if found.committed is None else found.committed)
         return {found.path}
@@ -955,7 +955,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         ``attempts`` know which are stepped over. Where there are checkpoints, and none verifies, that is an error.
         """
         tier = self._memory_tier(trainer)
-        memory = None if tier is None or trainer.num_nodes > 1 else tier.found()  # another machine has none of it
+        memory = None if tier is None or trainer.num_nodes > 1 else tier.found()  # machines do not share memory
         root = os.fspath(trainer.default_root_dir)
         return self._lookup.newest(checkpoint_directory(self, trainer), root, memory, attempts)
 
@@ -969,7 +969,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._is_deciding = before
 
     def _once_on_store(self, path: str) -> str:
-        # Whoever touches a local path waits; nobody sees who asks a store.
+        # Accesses to local paths wait by themselves; those to a store cannot be seen.
         if is_remote(path) and self._has_trained and self._plugin is not None and not self._is_deciding:
             checkpointer = self._plugin.checkpointer
             if checkpointer.is_pending(path):
@@ -1054,7 +1054,7 @@ def _check_alone(interval: str | None, settings: Mapping[str, Any]) -> None:
 
 
 def _is_no_crash(exception: BaseException) -> bool:
-    # The run was told to end, or has another model than it had, for which older checkpoints are no better.
+    # The run was told to end, or its model has changed, so that older checkpoints would fail, too.
     no_crash = isinstance(exception, (KeyboardInterrupt, StateMismatchError))
     return no_crash or type(exception).__name__ == "SIGTERMException"
 

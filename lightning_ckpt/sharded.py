@@ -98,7 +98,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple
         self._frozen: Callable[[], Collection[str]] = tuple
-        DirectoryCheckpointer(**self._settings)  # refuses what makes no sense here and not at the first save
+        DirectoryCheckpointer(**self._settings)  # checks the options now and not at the first save
         _listen()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             CheckpointError: This save, or an earlier one in the background, failed.
             TypeError: ``storage_options`` was passed.
         """
-        checkpointer = self.checkpointer  # refuses when the other ranks do not know
+        checkpointer = self.checkpointer  # raises if the other ranks do not save
         if self._ranks.world_size == 1:
             self.save_together(checkpoint, path, storage_options=storage_options)
             return

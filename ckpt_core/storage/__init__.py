@@ -32,7 +32,7 @@ __all__ = [
     "storage_for",
 ]
 
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which no save makes a bucket
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which a save does not create the bucket
 
 
 def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) -> Storage:
@@ -69,7 +69,7 @@ def refuse_missing_bucket(path: StrPath, storage_options: dict[str, Any] | None 
     try:
         is_there = storage_for(bucket, storage_options).exists(bucket)
     except StorageError:
-        return  # such as for a user who may only read and write below a prefix
+        return  # the user may have access below a prefix only
     if not is_there:
         raise CheckpointNotFoundError(
             f"there is no such bucket: {bucket}", path=bucket, remedy="make it, or check its name and the endpoint"
@@ -113,5 +113,5 @@ def refuse_unwritable(path: StrPath, storage_options: dict[str, Any] | None = No
             remedy="check the URL, the credentials, which must allow to write, and the storage_options",
             errno=error.errno,
         ) from error
-    with contextlib.suppress(CheckpointError):  # said after the first save
+    with contextlib.suppress(CheckpointError):  # the check after the first save reports it
         storage.remove(probe)

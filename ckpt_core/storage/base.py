@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
 PROBE_NAME = ".ckpt-preflight"  # what a run writes into a store to see whether it can, and deletes
-# Of a store that answers after some 10 ms and then sends some 100 MB/s.
+# For a store that answers after about 10 ms and then sends about 100 MB/s.
 REMOTE_REQUEST_BYTES = 512 * 1024
 REMOTE_THREADS = 8
 _LARGEST_WHOLE = 2**30  # bytes; what is larger is read in parts
@@ -120,7 +120,7 @@ class FileReader(abc.ABC):
             CheckpointCorruptedError: The file ends before.
         """
         if self.request_bytes > 0 and len(targets) > 1:
-            import numpy as np  # here, as in divide_into: what reads no checkpoint must not wait for it
+            import numpy as np  # imported here, as in divide_into, because the import takes time
 
             merged = np.empty(sum(map(len, targets)), np.uint8).data
             self.read_into(offset, merged)

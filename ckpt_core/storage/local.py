@@ -26,7 +26,7 @@ from ckpt_core.storage.failures import existing_directory, storage_error
 from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
-_OF_FILE_SYSTEM = "lost+found"  # in the root of each volume of ext4; root alone may look into it
+_OF_FILE_SYSTEM = "lost+found"  # in the root of each ext4 volume; only root may list it
 _WITHOUT_NAME = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
 _NO_FILES_WITHOUT_NAME = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS)
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted meanwhile; links that lead nowhere
@@ -53,7 +53,7 @@ class LocalFileWriter(FileWriter):
                 self._close()
                 self._open()
             _reserve(self._descriptor, expected_size)
-        except BaseException as error:  # Ctrl-C too: a file that this process has locked is nobody's orphan
+        except BaseException as error:  # also Ctrl-C: nobody would delete a file that this process has locked
             self.abort()
             if isinstance(error, OSError):
                 raise storage_error("write", path, error, expected_size) from error
@@ -112,8 +112,8 @@ class LocalFileWriter(FileWriter):
 
     def abort(self) -> None:
         if self._descriptor != -1:
-            # It is gone already when the directory could not be synced. What a failing disk does not let go of is an
-            # orphan: the next save removes it, and the failure that led here is the one to be told.
+            # It is gone already if only the directory could not be synced. If it cannot be deleted, the next save does
+            # that; the failure that led here is the one to report.
             with contextlib.suppress(OSError):
                 os.unlink(self._part)
             self._close()
@@ -128,7 +128,7 @@ def _refuse_working_directory(path: str, does: str, remedy: str) -> None:
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        return  # somebody has taken it away
+        return  # deleted meanwhile
     directory = os.path.realpath(path)
     if os.path.isdir(path) and os.path.commonpath([os.path.realpath(here), directory]) == directory:
         raise StorageError(f"{does} the directory in which this process works", path=path, remedy=remedy)
@@ -162,7 +162,7 @@ def _file_replaced_by(path: str) -> os.stat_result | None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    # posix_fallocate would write zeros where the filesystem cannot reserve; the bare call says so instead.
+    # posix_fallocate writes zeros if the filesystem cannot reserve; the plain system call fails instead.
     allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if allocate is None or size == 0:
         return
@@ -195,7 +195,7 @@ def refuse_wrong_local(path: str, action: str) -> str:
             path=first,
             remedy="mount the filesystem that it leads to, or make the directory",
         )
-    if not stat.S_ISDIR(mode):  # which somebody may just have made
+    if not stat.S_ISDIR(mode):  # it may have been created meanwhile
         raise storage_error(action, directory, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     return first
 
@@ -316,7 +316,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise storage_error("copy", target, error) from error
         finally:
-            # Still there after a failure, and after a rename onto another link of the same file, which does nothing.
+            # It is still there after a failure, or if the target was a link of the same file: no rename then.
             with contextlib.suppress(OSError):
                 os.unlink(part)
         return size
@@ -342,7 +342,7 @@ class LocalStorage(Storage):
             size = sum(file.size for file in self.list(path))
         except StorageError:
             pass
-        # It may be a checkpoint: whoever looks for one passes over it and says why, and finds the others.
+        # It may be a checkpoint: listed, so that a look-up passes over it with a warning.
         with contextlib.suppress(OSError):
             return [FileInfo(path, size, os.stat(path).st_mtime)]
         return []
@@ -413,7 +413,7 @@ class LocalStorage(Storage):
         local_directory.restore(directory)
         found = []
         for entry in _entries(directory):
-            with contextlib.suppress(OSError):  # nobody could enter what cannot be looked at
+            with contextlib.suppress(OSError):  # what cannot be looked at cannot be entered
                 if entry.is_dir() and entry.name != _OF_FILE_SYSTEM:
                     found.append(entry.path)
         return found
@@ -440,7 +440,7 @@ def _lock(descriptor: int) -> bool:
     except OSError as error:
         if error.errno not in CANNOT_LOCK:
             raise
-        return True  # where nobody can lock, nobody takes it for an orphan
+        return True  # without locks, it is never taken for an orphan
     return os.fstat(descriptor).st_nlink > 0
 
 

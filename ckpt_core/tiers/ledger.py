@@ -30,7 +30,7 @@ _VERSION = 1
 class Identity:
     """What tells one local copy from any other that was or will be at its path."""
 
-    # Unix time of its commit in seconds, as it says of itself; the file system's date of one that does not say.
+    # Unix time of its commit in seconds, by its own record; without one, the file system's date.
     committed: float = dataclasses.field(compare=False)
     inode: int  # of the file, or of a directory's manifest: each save makes a new one
     size: int  # of that file in bytes

@@ -69,7 +69,7 @@ class MemoryServer:
             host = host if is_here else address_towards(host)
             try:
                 at, family = host, socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-            except ValueError:  # a name: what it means here is not what it means on other machines
+            except ValueError:  # a host name, which may resolve differently on other machines
                 at, family = "", socket.AF_INET
             self._socket = socket.create_server((at, 0), family=family)
         except OSError as error:
@@ -94,13 +94,13 @@ class MemoryServer:
         while True:
             try:
                 accepted, _ = self._socket.accept()
-            except OSError:  # no descriptor is left, or the caller is gone: that passes
+            except OSError:  # out of descriptors, or the caller is gone: try again
                 if self._is_closed.wait(_PAUSE_SECONDS):
                     return
                 continue
             try:
                 threading.Thread(target=self._serve, args=(accepted,), name="ckpt-memory", daemon=True).start()
-            except RuntimeError:  # no thread is left
+            except RuntimeError:  # no thread could be started
                 accepted.close()
 
     def _serve(self, accepted: socket.socket) -> None:

@@ -142,7 +142,7 @@ class MemoryTier:
             )
         try:
             for _ in range(_ATTEMPTS - 1):
-                # The only other run may end and take the home along, or a clean-up what no run has locked yet.
+                # Another run that ends, or a clean-up, may delete the directories before this run has locked its own.
                 with contextlib.suppress(FileNotFoundError):
                     return self._act_in_directory(action)
             return self._act_in_directory(action)
@@ -282,9 +282,9 @@ class MemoryTier:
             path: The path of the next one, as named by rank 0.
         """
         with contextlib.suppress(CheckpointError):
-            if self.machines > 1:  # of what others have saved, nothing else tells this machine
+            if self.machines > 1:  # this machine has not seen the commits of other machines
                 self._look(MemoryStorage(self._place))
-            for old in [kept for kept in self._kept if kept != path][:-1]:  # the newest stays until its successor is
+            for old in [kept for kept in self._kept if kept != path][:-1]:  # the newest stays until then
                 self._kept.remove(old)
                 self.storage.set_aside(old)
 
@@ -404,7 +404,7 @@ def _lock_record(place: str) -> int:
     record = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(record, fcntl.LOCK_SH)  # waits for nobody but who looks or deletes at this very moment
+            fcntl.flock(record, fcntl.LOCK_SH)  # held by others only for the moment of a look or a deletion
         if not os.path.samestat(os.stat(path), os.fstat(record)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     except BaseException:
@@ -415,7 +415,7 @@ def _lock_record(place: str) -> int:
 
 def _delete(directory: str, record: int) -> None:
     """Delete the snapshots of a run, unless it is alive; ``record`` is closed."""
-    gone = f"{directory}-{uuid.uuid4().hex[:12]}"  # at once, because a run that begins makes the directory again
+    gone = f"{directory}-{uuid.uuid4().hex[:12]}"  # renamed first: a run that begins creates the directory again
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.stat(f"{directory}/{_RECORD}"), os.fstat(record)):
@@ -427,4 +427,4 @@ def _delete(directory: str, record: int) -> None:
         os.close(record)
     shutil.rmtree(gone, ignore_errors=True)
     with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(directory))  # when no other run has any
+        os.rmdir(os.path.dirname(directory))  # fails if another run has snapshots

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 #: What a copy is passed over for.
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError, StorageError)
 
-# One warning for each copy, however many look at it: a look-up, and then the load of what it has found.
+# Each damaged copy is warned of once, although both a look-up and the load after it read it.
 _DAMAGED: set[tuple[str, Identity]] = set()
 
 
@@ -81,7 +81,7 @@ class TieredStorage(Storage):
             if not identity.is_in(self.remote, remote):
                 return False
         except CheckpointError:
-            return False  # the error that led here is the one to tell
+            return False  # the first error is the one to report
         logger.warning("using the copy %s instead of the local one, %s: %s", remote, local, error.message)
         _DAMAGED.add((local, identity))
         return True
@@ -114,7 +114,7 @@ class TieredStorage(Storage):
         there = self.tiers.remote_path(directory)
         far = _by_name(listing(self.remote, there))
         known = {} if far.keys() <= near.keys() else read_ledger(self.remote, there)
-        # The store tells when an upload ended; when the checkpoint was committed is another order.
+        # The store's dates are those of the uploads, not of the commits.
         committed = {name: known[name].committed if name in known else file.modified for name, file in far.items()}
         times = {**committed, **{name: file.modified for name, file in near.items()}}
         root = directory.rstrip("/")

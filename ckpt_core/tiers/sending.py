@@ -62,7 +62,7 @@ class Sender:
         if identity is None or known.get(name) == identity:
             return None
         twins = [twin for twin, other in known.items() if identity.is_copy_of(other) and twin != name]
-        if name in known:  # from now on, nobody knows what is there
+        if name in known:  # until the upload is complete, what is there is unknown
             self._note(directory, name, None)
         try:
             size = self._copy(f"{directory}/{twins[0]}", remote, identity) if twins else None
@@ -71,7 +71,7 @@ class Sender:
         except (_ReplacedError, CheckpointNotFoundError, CheckpointCorruptedError):
             if identity_of(path) == identity:
                 raise
-            return None  # replaced while it was read, so that files of two saves did not fit
+            return None  # replaced while it was read: its files are of two saves
         self._note(directory, name, identity)
         if not self._is_what_is_there(remote, identity):
             logger.warning("another process has written to %s meanwhile: give each run a directory of its own", remote)
@@ -100,7 +100,7 @@ class Sender:
             local = counted(copy.copy(self._storage.local))
 
         def check() -> None:
-            # What is recorded as a copy of something else would be copied in its place.
+            # Otherwise the record would name this upload as a copy of another checkpoint.
             if identity_of(path) != identity:
                 raise _ReplacedError("the checkpoint was replaced while it was being uploaded", path=path)
 

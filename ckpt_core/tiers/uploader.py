@@ -110,13 +110,13 @@ class Uploader:
         with self._lock:
             waiting = [job.path for job in self.queue.waiting() if job.is_pending]
             if len(waiting) > 1:
-                newest = max(reversed(waiting), key=_committed)  # one that was saved again has kept its place
+                newest = max(reversed(waiting), key=_committed)  # a path that is saved again keeps its place
                 self.queue.cancel(newest)
                 self._submit(self._upload_of(newest), place="next")
         if not self.queue.wait(timeout=_SECONDS_WITHOUT_A_WORD):
             names = ", ".join(map(os.path.basename, self.queue.pending))
             logger.warning("waiting for uploads to %s: %s", self._tiers.upload_to, names)
-        while jobs := self.queue.jobs():  # one may have found what is to be uploaded too
+        while jobs := self.queue.jobs():  # an upload may have queued others
             if self._unsent and self._storage.remote.has_given_up:
                 self._leave_waiting()
             self.queue.wait(jobs[0].path)
@@ -144,7 +144,7 @@ class Uploader:
     def _report(self, job: Job, error: CheckpointError, level: int) -> None:
         if job.is_pending and not isinstance(error, CheckpointCorruptedError):
             with self._lock:
-                self._unsent[job.path] = None  # a damaged one does not get better
+                self._unsent[job.path] = None  # a damaged one is not tried again
         logger.log(level, "the %s of %s failed: %s", job.what, job.path, error)
         if job.is_pending:
             notify(self._listeners, UploadFailed(path=job.path, error=str(error)))
