@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-# Libraries whose objects keep no state of a training that nobody else captures.
+# Libraries, and packages of some, whose objects keep no state of a training that nobody else captures.
 _NAMES = """
     PIL _io _thread _weakref accelerate accelerate_ckpt aim asyncio boto3 botocore builtins ckpt_async ckpt_core
-    clearml collections comet_ml concurrent contextlib ctypes datetime decimal dvclive enum fsspec h5py importlib io
-    itertools lightning lightning_ckpt lightning_fabric lmdb logging loguru matplotlib mlflow multiprocessing neptune
-    numpy pandas pathlib pyarrow pydantic pytorch_lightning queue re rich s3fs selectors socket sqlite3 ssl subprocess
-    swanlab tensorboard tensorboardX threading tokenizers torch torchmetrics tqdm trackio transformers typing wandb
-    weakref zoneinfo
+    clearml collections comet_ml concurrent contextlib ctypes datetime decimal diffusers.pipelines
+    diffusers.schedulers dvclive enum fsspec h5py importlib io itertools lightning lightning_ckpt lightning_fabric
+    lmdb logging loguru matplotlib mlflow multiprocessing neptune numpy pandas pathlib pyarrow pydantic
+    pytorch_lightning queue re rich s3fs selectors socket sqlite3 ssl subprocess swanlab tensorboard tensorboardX
+    threading tokenizers torch torchmetrics tqdm trackio transformers typing wandb weakref zoneinfo
 """
 _LIBRARIES = frozenset(_NAMES.split())
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -35,7 +35,7 @@ def is_library(kind: type) -> bool:
 
 def is_librarys_module(name: object) -> bool:
     """Return whether a module is of one of those libraries, by its name."""
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
+    return isinstance(name, str) and not _LIBRARIES.isdisjoint((name.partition(".")[0], ".".join(name.split(".")[:2])))
 
 
 @functools.cache
