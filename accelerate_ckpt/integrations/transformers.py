@@ -43,6 +43,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import transformers
+from accelerate.utils import send_to_device
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -67,6 +68,7 @@ from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismat
 from ckpt_core.preemption import NOT_SAVED
 from ckpt_core.state.code_origin import is_library
 from ckpt_core.state.kinds import indexed
+from ckpt_core.state.object_walk import is_plain
 from ckpt_core.state.rng import RngState
 
 __all__ = ["ResumableCallback", "missing_internals"]
@@ -87,6 +89,8 @@ _NEEDED = {
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
 }
+# What TRL's trainers have that train in several steps on what the model has generated
+_GENERATED = ("_step", "_buffered_inputs")
 _COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # what _run_epoch is told
 _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
 
@@ -637,6 +641,7 @@ class _LoopState:
             "lr_scheduler": trainer.lr_scheduler.state_dict(),
             "loss_since_log": trainer._tr_loss.detach(),
             "step_of_last_log": int(trainer._globalstep_last_logged),
+            "generated": _generated_by(trainer),
         }
 
     def after(self, loss: Any) -> dict[str, Any]:
@@ -648,8 +653,15 @@ class _LoopState:
         trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
         trainer._tr_loss.copy_(state["loss_since_log"])
         trainer._globalstep_last_logged = int(state["step_of_last_log"])
+        vars(trainer).update(send_to_device(state.get("generated", {}), trainer.args.device))
         # The mean that train() returns is of its own steps.
         trainer._total_loss_scalar = -float(state["loss_since_log"])
+
+
+def _generated_by(trainer: Any) -> dict[str, Any]:
+    """Return what a Trainer of TRL's has generated and trains on in the next steps, too, if a checkpoint can hold it."""
+    found = {name: vars(trainer).get(name) for name in _GENERATED}
+    return found if found["_buffered_inputs"] and is_plain(found) else {}
 
 
 def _of_the_script(known: weakref.ref[Any]) -> list[object]:

@@ -169,6 +169,23 @@ def test_a_callback_that_was_added_too_late_says_so(tmp_path: Path) -> None:
         trainer.train()
 
 
+class Generates(Trainer):
+    """Trains for five batches on what it has drawn, as TRL's trainers do on what the model has generated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._step, self._buffered_inputs = 0, None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+        if self._step % 5 == 0 or self._buffered_inputs is None:
+            drawn = [inputs["inputs"] + torch.rand(()) for _ in range(5)]
+            self._buffered_inputs = [{**inputs, "inputs": one} for one in drawn]
+        inputs = self._buffered_inputs[self._step % 5]
+        self._step += 1
+        return super().training_step(model, inputs, *args)
+
+
+@pytest.mark.filterwarnings("error:this resume begins")
 @pytest.mark.extended_cells("middle")
 @pytest.mark.parametrize(
     ("stop", "arguments"),
@@ -177,8 +194,9 @@ def test_a_callback_that_was_added_too_late_says_so(tmp_path: Path) -> None:
         (9, {"save_strategy": "epoch"}),  # between two epochs
         (8, {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4}),  # evaluations, which read the noisy data too
         (7, {"eval_strategy": "steps", "eval_steps": 3, "dataloader_num_workers": 2}),
+        (7, {"kind": Generates}),
     ],
-    ids=["middle", "epoch", "evaluation", "workers"],
+    ids=["middle", "epoch", "evaluation", "workers", "generated"],
 )
 def test_a_resumed_run_ends_and_logs_as_one_that_was_never_interrupted(
     tmp_path: Path, stop: int, arguments: dict[str, Any]
