@@ -328,7 +328,7 @@ def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
         _training_begins(session)
     result = original(optimizer, *args, **kwargs)
     for session in owners:
-        session.data.uses.note()
+        session.data.uses.stepped()
         if optimizer.gradient_state.sync_gradients:
             session.optimizer_stepped(optimizer)
     return result

@@ -376,6 +376,18 @@ class LoaderPositions:
         if self.recording is not None:
             self.recording.told()
 
+    def counts_anew(self, names: list[str], *, is_sure: bool) -> None:
+        """Say that variables count the batches of an epoch from its beginning, and more surely if no window fits."""
+        cause = (
+            f"{', '.join(names)} counts the batches of the resumed epoch from its beginning, as enumerate does, and "
+            "decides something (add accelerator.resumed.batch)"
+        )
+        if is_sure:
+            self._causes.append(cause)
+            self._say_causes()
+        else:
+            announce_on_main(f"this resume is exact only if the number does not matter: {cause}")
+
     @property
     def says_otherwise(self) -> bool:
         """Whether that was said, or the flight recorder is to compare steps, and says itself what differs."""

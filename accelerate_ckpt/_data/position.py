@@ -24,6 +24,7 @@ from accelerate_ckpt._report import announce_on_main
 from ckpt_core.process.console import counted_aloud
 from ckpt_core.recorder import digest_batch
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
+from ckpt_core.state.lost_variables import loop_counts
 from ckpt_core.state.rng import RngState
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,11 @@ class LoaderPosition:
         self._iteration_number = 0
         self._handled = id(None)  # the exception that the script handles as this iteration begins
         self._uses_when_left = 0
+        self._window = 1  # the most batches between two steps of an optimizer in one iteration
+        self._stepped = 0
+        self._stepped_at: int | None = None
+        self._is_short = False  # whether the last step came sooner
+        self._closes = False  # whether one came at the end of an iteration, and sooner
         self._captured = 0  # the last iteration of which others know what it has begun with
         self._phase = BETWEEN
         self._made = False
@@ -155,6 +161,7 @@ class LoaderPosition:
                 number, batches = self._now_iterating(), begin(self.loader)
             over = True
             if number == self._iteration_number:
+                self._closes |= self._is_short and self._stepped_at == self._steps
                 self.habit.end(is_whole=self._opening is None and not self.was_cut)
                 self._run.ends(self)
                 if not self._may_be_taken_back(self._opening):
@@ -174,12 +181,21 @@ class LoaderPosition:
 
     def _next(self, batches: Iterator[Any]) -> Any:
         self._run.asks(self)
+        self._note_window()
         return next(batches, _OVER)
+
+    def _note_window(self) -> None:
+        if self._stepped != self._run.uses.steps:
+            if self._stepped_at is not None:
+                taken = self._steps - self._stepped_at
+                self._window, self._is_short = max(self._window, taken), taken < self._window
+            self._stepped, self._stepped_at = self._run.uses.steps, self._steps
 
     def _now_iterating(self) -> int:
         self._iteration_number += 1
         self._phase, self._made, self._steps = INSIDE, False, 0
         self._backwards_before = self._run.uses.backwards
+        self._stepped, self._stepped_at = self._run.uses.steps, None
         self._handled = id(sys.exc_info()[1])
         self.habit.begin()
         opening = self._opening
@@ -381,6 +397,7 @@ class LoaderPosition:
             "in_last_body": in_last_body,
             "next": self._next_digests() if inside else None,
             "interrupted": phase == LEFT and self._was_interrupted(),
+            **(self._capture_counts() if phase == INSIDE else {}),
             **(self._capture_inside() if inside else _NOTHING_INSIDE),
         }
 
@@ -417,6 +434,24 @@ class LoaderPosition:
         error = sys.exc_info()[1]
         is_end = error is not None and not isinstance(error, Exception) and id(error) != self._handled
         return is_end and self._run.uses.count == self._uses_when_left
+
+    def _capture_counts(self) -> dict[str, Any]:
+        """Capture which variables of the script count this iteration's batches, from 0 or 1."""
+        self._note_window()
+        found = {name: count - self._steps + 1 for name, count in loop_counts().items()}
+        counts = {name: one for name, one in found.items() if one in (0, 1)}
+        return {"counts": counts, "window": self._window, "closes": self._closes}
+
+    def _compare_counts(self, state: Mapping[str, Any]) -> None:
+        """Say which of them count from the beginning, although the iteration has continued, where windows follow them.
+
+        A script that steps after every batch mostly only tells people of such a number.
+        """
+        steps, counts, window = int(state["steps"]), state.get("counts"), int(state.get("window", 1))
+        if counts and window > 1 and self._resumed is not None and self._steps == steps + 1 > 1:
+            begun = {name for name, count in loop_counts().items() if count == counts.get(name)}
+            if names := loop_counts(deciding=begun) if begun else ():
+                self._run.counts_anew(sorted(names), is_sure=steps % window > 0 or bool(state["closes"]))
 
     def _capture_inside(self) -> dict[str, Any]:
         return {
@@ -476,6 +511,7 @@ class LoaderPosition:
         self._steps, self._offered = int(state.get("finished", 0)), None
         self.is_restored = self._is_yet_to_begin = True
         self.resumes_training = bool(state.get("trained"))
+        self._window, self._closes = int(state.get("window", 1)), bool(state.get("closes"))
         self.habit.carry(state.get("habit"), state.get("ahead_of_training", 0), idles=bool(state.get("idles")))
         self.loader.iteration = int(state["iteration"])
         understood = self._fits(state) or self._division.obstacle(state) is None
@@ -648,6 +684,7 @@ class LoaderPosition:
             if not opening.is_unused(self._run.uses):
                 self._opening = None
                 opening.tell()
+                self._compare_counts(opening.state)
                 if opening.state.get("interrupted") and self._resumed is None:
                     self._run.reads_otherwise(_INTERRUPTED)
                 if opening.reads_ahead:

@@ -22,12 +22,17 @@ class Uses:
     """Counts the signs that a script trains."""
 
     def __init__(self) -> None:
-        self.count = self.backwards = 0
+        self.count = self.backwards = self.steps = 0
         self._hooks: list[Any] = []
 
     def backward(self) -> None:
         """Note a backward pass."""
         self.backwards += 1
+        self.note()
+
+    def stepped(self) -> None:
+        """Note a step of an optimizer."""
+        self.steps += 1
         self.note()
 
     def note(self, *_: Any) -> None:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ckpt_core.process.threads import no_collections
-from ckpt_core.state.code_origin import is_library, is_librarys_module, is_users_file
+from ckpt_core.state.code_origin import is_library, is_librarys_module, is_users_class, is_users_file
 from ckpt_core.state.object_walk import OF_EVERY_MODULE, STORE_ATTR, set_by_libraries, stored_by
 from ckpt_core.state.value_marks import (
     CACHE,
@@ -59,7 +59,15 @@ from ckpt_core.state.value_marks import (
     tensors_in,
     variables_of,
 )
-from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_hook, is_live, is_surely_live
+from ckpt_core.state.variable_use import (
+    CELL,
+    CONTAINERS,
+    Source,
+    counts_of_loops,
+    is_hook,
+    is_live,
+    is_surely_live,
+)
 
 logger = logging.getLogger(__name__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -418,7 +426,9 @@ class Variables:
             alike[type(thing)] += 1
             number = f" ({alike[type(thing)]})" if alike[type(thing)] > 1 else ""  # two callbacks of one class
             for owner, name, value in ((owner, *one) for owner, variables in parts for one in variables):
-                if not NO_STATE.search(name):
+                # of a library's class, some are what it is going to log
+                is_told = name.endswith(("_logs", "_metrics")) and not is_users_class(owner)
+                if not (NO_STATE.search(name) or is_told):
                     for path, what, one, of, mark in look.into(name, value):
                         held = _Held(mark, what, f"self.{path}", None, one, of or owner)
                         found[f"`{_shown(path)}` of {owner.__name__}{number}"] = held
@@ -512,6 +522,25 @@ def _is_set_back(
         for method in by[each].difference(but)
         for base in bases
     )
+
+
+def loop_counts(*, deciding: Collection[str] | None = None) -> dict[str, int]:
+    """Return what loops of the script that are under way count, as by ``enumerate``, by the names of the variables.
+
+    Args:
+        deciding: Only these, and those of them that decide something; None for all.
+    """
+    found: dict[str, _Held] = {}
+    with contextlib.suppress(Exception):  # of variables, whatever they do when they are looked at
+        for frame in _frames(sys._getframe(1)):
+            names = counts_of_loops(frame)
+            for name, value in variables_of(frame) if names else ():
+                if name in names and type(value) is int:
+                    found[f"`{name}` of {_place_of(frame)[0]}"] = _Held("", VALUE, name, frame, value, None)
+        if deciding is not None and (found := {key: one for key, one in found.items() if key in deciding}):
+            source = _source_of([*found.values()])
+            found = {k: one for k, one in found.items() if source.decides(source.names_of(one.path, one.code)[-1])}
+    return {key: one.value for key, one in found.items()}
 
 
 def is_done_with(holder: object, name: str, *, others: int) -> bool:

@@ -734,6 +734,19 @@ def is_surely_live(name: str, frame: types.FrameType, *, ends: bool) -> bool:
     return not _is_shared(name, frame.f_code) and _is_live(name, frame.f_code, frame.f_lasti, ends=ends)
 
 
+def counts_of_loops(frame: types.FrameType) -> list[str]:
+    """Return the variables that the ``for`` loops under way set, as with ``enumerate``, and read in their bodies."""
+    steps = _steps(frame.f_code)
+    loops = [(start, step.then[0]) for start, step in steps.items() if step.is_loop]
+    bodies = [(start, end) for start, end in loops if start <= frame.f_lasti < end]
+    found = []
+    for body in ([steps[offset] for offset in steps if start < offset < end] for start, end in bodies):
+        unpacks, sets = body[:2]
+        names = [] if unpacks.effects else [name for name, is_read in sets.effects[:1] if not is_read]
+        found += [name for name in names if any((name, True) in step.effects for step in body)]
+    return found
+
+
 def _is_shared(name: str, code: types.CodeType) -> bool:
     """Whether other functions may read and write a variable."""
     if name in code.co_cellvars or name in code.co_freevars:

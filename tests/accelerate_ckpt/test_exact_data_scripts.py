@@ -226,6 +226,91 @@ def test_a_stream_that_draws_is_known_to_in_a_run_that_was_itself_resumed() -> N
         assert resumed.warned == [] and state["loaders"][0]["draws_while_reading"]
 
 
+def counts_from_one(run: Run, ends_body: Callable[[], None]) -> None:
+    for _ in range(2):
+        for number, _ in enumerate(run.loader, 1):
+            run.uses.backward()
+            if number % 2 == 0:
+                run.uses.stepped()
+            ends_body()
+
+
+def ends_with_a_step(run: Run, ends_body: Callable[[], None]) -> None:
+    for _ in range(2):
+        for number, _ in enumerate(run.loader):
+            run.uses.backward()
+            if number % 2 == 0 or number == STEPS - 1:
+                run.uses.stepped()
+            ends_body()
+
+
+def only_tells(run: Run, ends_body: Callable[[], None]) -> None:
+    taken = 0
+    for _ in range(2):
+        for number, _ in enumerate(run.loader):
+            run.uses.backward()
+            taken += 1
+            if taken % 2 == 0:
+                run.uses.stepped()
+            if number % 2 == 0:
+                print("batch", number)
+            ends_body()
+
+
+def leaves_out_by_itself(run: Run, ends_body: Callable[[], None]) -> None:
+    for _ in range(2):
+        for number, _ in enumerate(run.loader):
+            if number < run.had:
+                continue
+            run.uses.backward()
+            if number % 2 == 0:
+                run.uses.stepped()
+            ends_body()
+
+
+@pytest.mark.parametrize(
+    ("train", "saved", "said", "told"),
+    [
+        (ends_with_a_step, 3, 1, 0),
+        (ends_with_a_step, 4, 0, 1),  # after whole windows: what may differ is the end of the epoch
+        (ends_with_a_step, STEPS + 4, 1, 0),  # the first epoch has told
+        (counts_from_one, 4, 0, 1),
+        (counts_from_one, STEPS + 4, 0, 1),
+        (counts_from_one, 5, 1, 0),
+        (only_tells, 5, 0, 0),
+        (leaves_out_by_itself, 3, 0, 0),
+        (ends_with_a_step, STEPS, 0, 0),  # the next epoch begins with its first batch
+    ],
+)
+def test_a_number_that_counts_batches_anew_is_said_where_it_decides_something(
+    train: Any, saved: int, said: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("accelerate_ckpt._data.loaders.announce_on_main", lines.append)
+
+    def bodies(run: Run, number: int) -> Any:
+        """The state in the body of a batch."""
+        states: list[Any] = []
+
+        def ends_body() -> None:
+            states.append(run.capture() if len(states) == number - 1 else None)
+            if len(states) == number:
+                raise StopAsyncIteration
+
+        run.uses = run.positions.uses
+        with pytest.raises(StopAsyncIteration):
+            train(run, ends_body)
+        return states[-1]
+
+    first, run = Run(), Run(2)
+    first.had, run.had = 0, saved
+    run.restore(bodies(first, saved))
+    bodies(run, 2)
+    name = f"`number` of {train.__name__}() in test_exact_data_scripts.py"
+    assert [name in text for text in run.warned] == [True] * said
+    assert [name in text for text in lines] == [True] * told
+
+
 def test_another_number_to_skip_is_said(caplog: pytest.LogCaptureFixture) -> None:
     state, rest, _ = Run().saved_after(2)
     run = Run(2).restore(state)
