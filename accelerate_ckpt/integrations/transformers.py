@@ -659,7 +659,7 @@ class _LoopState:
 
 
 def _generated_by(trainer: Any) -> dict[str, Any]:
-    """Return what a Trainer of TRL's has generated and trains on in the next steps, too, if a checkpoint can hold it."""
+    """Return what a Trainer of TRL's has generated and trains on in later steps, too, if a checkpoint can hold it."""
     found = {name: vars(trainer).get(name) for name in _GENERATED}
     return found if found["_buffered_inputs"] and is_plain(found) else {}
 
