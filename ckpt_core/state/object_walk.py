@@ -213,7 +213,8 @@ def reach(
                 yield from visit(
                     getattr(value, name), _join(path, name), functools.partial(setattr, value, name), depth
                 )
-        yield from from_code(_code_of_class(type(value)), path)
+        of_class = _code_of_class(type(value))
+        yield from from_code({name: where for name, where in of_class.items() if name not in attributes}, path)
 
     def walk_module(value: torch.nn.Module, path: str, depth: int) -> Iterator[Found]:
         for name, buffer in value._buffers.items():

@@ -31,6 +31,13 @@ class Transform:
         return float(self.own.random())
 
 
+class HidesThatOfItsClass(Transform):
+    own = np.random.RandomState(4)
+
+    def __init__(self) -> None:
+        self.own = np.random.RandomState(5)
+
+
 class Slots:
     __slots__ = ("own",)
 
@@ -62,6 +69,7 @@ def closure() -> Callable[[], float]:
 
 CARRIERS = {
     "transform": lambda: Items(transform=Transform()),
+    "one that hides that of its class": lambda: Items(transform=HidesThatOfItsClass()),
     "list of transforms": lambda: Items(transforms=[len, [Transform()]]),
     "dictionary": lambda: Items(transforms={"train": Transform()}),
     "partial": lambda: Items(transform=functools.partial(print, end=Transform())),
