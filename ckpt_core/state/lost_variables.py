@@ -381,6 +381,8 @@ class Variables:
         if kind == CACHE:
             return False  # it may come to the same again
         names = [] if source is None else source.names_of(now.path, now.code)
+        if source is not None and source.is_put_aside(names[-1]):
+            return False
         if kind in (WEIGHTS, STAYS):
             return first != "" or source is None or source.keeps(names[-1], now.value)
         if kind in (VALUE, CODE) and source is not None:
@@ -460,7 +462,7 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     """
     source, names = _named_in_source(values)
     return [
-        _is_used(source, name, value) and source.keeps(name, value)
+        _is_used(source, name, value) and source.keeps(name, value) and not source.is_put_aside(name)
         for name, (_, _, value) in zip(names, values, strict=True)
     ]
 
@@ -469,6 +471,12 @@ def are_made_once(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     """Return which values of objects, as of :func:`are_kept`, are made only where there is nothing yet."""
     source, names = _named_in_source(values)
     return [source.is_made_once(name) for name in names]
+
+
+def are_put_aside(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+    """Return which values of objects, as of :func:`are_kept`, are only read soon after they are set."""
+    source, names = _named_in_source(values)
+    return [source.is_put_aside(name) for name in names]
 
 
 def setters_of(values: Sequence[tuple[type, str, Any]]) -> list[set[str]]:
@@ -480,7 +488,12 @@ def setters_of(values: Sequence[tuple[type, str, Any]]) -> list[set[str]]:
 def are_set_by_hooks(values: Sequence[tuple[type, str, Any]], *, but: Collection[str]) -> list[bool]:
     """Return which values of objects, as of :func:`are_kept`, hooks set anew, ``but`` some, and not to a time."""
     source, names = _named_in_source(values)
-    return [any(map(is_hook, source.set_in(name) - {*but})) and not source.is_of_a_clock(name) for name in names]
+    kept = are_kept(values)  # what comes of what was there is named, if it is lost
+    return [
+        any(map(is_hook, (source.taken_in(name) if is_kept else source.set_in(name)) - {*but}))
+        and not source.is_of_a_clock(name)
+        for name, is_kept in zip(names, kept, strict=True)
+    ]
 
 
 def _named_in_source(values: Sequence[tuple[type, str, Any]]) -> tuple[Source, list[str]]:

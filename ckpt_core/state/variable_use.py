@@ -15,7 +15,7 @@ import functools
 import linecache
 import re
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_core.state.changed_values import fingerprint
@@ -52,8 +52,11 @@ _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__
 _WHEN = frozenset({"batch_idx", "current_epoch", "global_step", "sanity_checking", "training"})
 _CONSTANTS = _MAKES | {"float", "int", "math", "np", "numpy", "torch", "collections", "inf"}
 _ANY, _MADE = "any", "made"
+_EVALUATIONS = ("validation", "test", "predict")
+_EVALUATES = re.compile(rf"on_({'|'.join(_EVALUATIONS)})\w*_(start|end)")
 CONTAINERS = (dict, list, tuple, set, collections.deque)
 _SHORT = 256
+_CALLS_DEEP = 8
 
 
 class Source:
@@ -163,9 +166,48 @@ class Source:
                 ahead += self._reader.called_by.get(one, ()) if one not in _AT_START else ()
         return found
 
+    def taken_in(self, name: str) -> set[str]:
+        """Return the names of the functions that, perhaps after a look at it, set it to what other attributes have.
+
+        There are none if others set it in another way.
+        """
+        found = self._reader.taken_in.get(name, set())
+        return set() if "" in found else found
+
     def is_of_a_clock(self, name: str) -> bool:
         """Return whether it is a time, or another thing of this process alone, or comes of one."""
         return any(name in self._comes_to(one) for one in self._reader.of_clocks)
+
+    def is_put_aside(self, name: str) -> bool:
+        """Whether whatever reads it does so after it was set anew, by the same call of a function or in one evaluation.
+
+        So it is with the weights that are put aside while others are evaluated.
+        """
+        runs, setters, readers = self._reader.runs, set[str](), set[str]()
+
+        def sets(one: _Event) -> bool:
+            return one.what == name if one.kind == "set" else one.kind == "call" and one.what in setters
+
+        def reads_first(events: Sequence[_Event]) -> bool:
+            done: list[frozenset[str]] = []
+            for one in events:
+                done += [one.when] if sets(one) else []
+                reads = one.what == name if one.kind == "read" else one.kind == "call" and one.what in readers
+                if reads and not any(when <= one.when for when in done):
+                    return True
+            return False
+
+        for _ in range(_CALLS_DEEP):
+            before = setters, readers
+            readers = {function for function, each in runs.items() if any(map(reads_first, each))} - _TELLING
+            always = {f for f, each in runs.items() if all(any(sets(o) and not o.when for o in one) for one in each)}
+            setters = always - readers - _AT_START
+            if before == (setters, readers):
+                # others than these are called by somebody else, and not after what sets it
+                called = {one.what for each in runs.values() for run in each for one in run if one.kind == "call"}
+                inner = {one for one in readers if (one in called and not is_hook(one)) or _EVALUATES.fullmatch(one)}
+                return name.startswith(".") and bool(readers) and inner == readers
+        return False
 
     def is_set_to_a_literal(self, name: str) -> bool:
         """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
@@ -224,6 +266,19 @@ def mark(value: Any) -> str:
     return f"{fingerprint(value)} {len(value)}" if isinstance(value, CONTAINERS) else fingerprint(value)
 
 
+class _Event(NamedTuple):
+    """That a function sets or reads a value, or calls a function, and under which conditions."""
+
+    kind: str
+    what: str
+    when: frozenset[str]
+
+
+def _under_way(events: Sequence[_Event]) -> tuple[_Event, ...]:
+    """Return those of what is running, none of which is surely done before another one: a resume comes between."""
+    return tuple(one._replace(when=one.when | {f"event {number}"}) for number, one in enumerate(events))
+
+
 class _Scope:
     """A function, or a loop of one that is running."""
 
@@ -242,9 +297,12 @@ class _Reader(ast.NodeVisitor):
         self.made_once, self.set_freely, self.properties, self.of_clocks = (set[str]() for _ in range(4))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.set_in: dict[str, set[str]] = collections.defaultdict(set)
+        self.taken_in: dict[str, set[str]] = collections.defaultdict(set)  # "" for those that set it in another way
         self.called_by: dict[str, set[str]] = collections.defaultdict(set)  # of the same object, as in set_in()
         # to which constant, by which function, and whether unconditionally
         self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
+        # what functions do, one after the other, by their names, and hooks from an evaluation's start to its end
+        self.runs: dict[str, set[tuple[_Event, ...]]] = collections.defaultdict(set)
         # what functions store that comes of their variables, and what those of these names are given
         self._from_variables: dict[str, set[str]] = collections.defaultdict(set)
         self._given: dict[str, set[str]] = collections.defaultdict(set)
@@ -258,6 +316,9 @@ class _Reader(ast.NodeVisitor):
         self._into: set[str] | None = self.decides
         self._is_none: str | None = None  # the name of which that is asked around here
         self._property: str | None = None  # the property that is computed here
+        self._methods: dict[str, tuple[_Event, ...]] = {}  # of the class around here
+        self._when = frozenset[str]()  # the conditions around here
+        self._events = list[_Event]()
 
     def add(self, other: _Reader) -> None:
         """Know what another one has read, too."""
@@ -277,6 +338,7 @@ class _Reader(ast.NodeVisitor):
         self._scopes = [_Scope(0, resets=False)]
         self._into = self.read_after if self._waits and self._is_running else self.decides
         self.visit(tree)
+        self.runs["<module>"].add(_under_way(self._events))
         for function, names in self._from_variables.items():
             is_set = f".{function}" in self.keeps  # through a property
             self.keeps |= names if is_set else names & self._given[function]
@@ -318,6 +380,7 @@ class _Reader(ast.NodeVisitor):
         if name is None:
             return
         self.read_names.add(name)
+        self._events.append(_Event("read", name, self._when))
         for scope in self._scopes:
             if name not in scope.stored:
                 scope.read.add(name)
@@ -328,6 +391,8 @@ class _Reader(ast.NodeVisitor):
         if name is None:
             return
         self.stored.add(name)
+        if updates or value is not None:
+            self._events.append(_Event("read" if updates else "set", name, self._when))
         inner = self._scopes[-1]
         is_sure = self._depth == inner.depth
         for scope in self._scopes:
@@ -353,6 +418,9 @@ class _Reader(ast.NodeVisitor):
             if any(isinstance(part, ast.Name) and part.id in local - {"self"} for part in ast.walk(value)):
                 self._from_variables[storing.partition(":")[0]].add(name)
         literal = None if updates or value is None else _literal(value)
+        if self._functions and literal is None and (by := self._functions[-1][0].partition(":")[0]) not in _AT_START:
+            is_taken = is_sure and not updates and value is not None and _is_of_others(value, name)
+            self.taken_in[name].add(by if is_taken else "")
         is_made = not updates and literal is None and isinstance(value, ast.Call)
         if inner.resets and (literal is not None or is_made):
             self.set_to |= {name} if literal is not None else set()
@@ -431,6 +499,7 @@ class _Reader(ast.NodeVisitor):
             into = self.decides  # it changes something, whatever is done with what it returns
         with self._reading(into):
             self._all([*node.args, *node.keywords])
+        self._events.append(_Event("call", called, self._when))
         if owner is None:
             return
         self._flow(found, {owner})
@@ -537,10 +606,14 @@ class _Reader(ast.NodeVisitor):
         if targets and into is not None and self._into is not None:
             into |= found
         asks_for_none = self._asks_for_none(node.test) or self._is_none
+        condition = ast.dump(node.test)
         with self._within(_periods=self._periods + _asks_for_step(node.test)):
-            with self._within(_is_none=asks_for_none):
+            with self._within(_is_none=asks_for_none, _when=self._when | {condition}):
                 self._all(node.body, conditional=True)
-            self._all(node.orelse, conditional=True)
+            with self._within(_when=self._when | {f"not {condition}"}):
+                self._all(node.orelse, conditional=True)
+        if any(isinstance(one, ast.Return) for one in ast.walk(node)):
+            self._when |= {f"not {condition}"}  # until the function ends
 
     def _asks_for_none(self, test: ast.expr) -> str | None:
         """Return the name of what a condition says that there is not yet; None for other conditions."""
@@ -580,7 +653,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_While(self, node: ast.While) -> None:
         found, changed = set[str](), [self._changed(one) for one in node.body]
-        with self._loop():
+        with self._loop(node.lineno):
             with self._reading(found if all(changed) else self.ends):  # how long a container is
                 self.visit(node.test)
             self._flow(found, {str(name) for names in changed for name in names})
@@ -588,19 +661,24 @@ class _Reader(ast.NodeVisitor):
 
     def visit_For(self, node: Any) -> None:
         self.visit(node.iter)
-        with self._loop():
+        with self._loop(node.lineno):
             self.visit(node.target)
             self._all(node.body + node.orelse)
 
     visit_AsyncFor = visit_For  # noqa: N815
 
-    def _loop(self) -> contextlib.AbstractContextManager[None]:
+    def _loop(self, line: int) -> contextlib.AbstractContextManager[None]:
         inner = [_Scope(self._depth, resets=True)] if self._is_running else []
-        return self._within(_loops=self._loops + 1, _scopes=[*self._scopes, *inner])
+        when = self._when | {f"loop {line}"}
+        return self._within(_loops=self._loops + 1, _scopes=[*self._scopes, *inner], _when=when)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        with self._within(_in_class=True):
+        with self._within(_in_class=True, _methods={}):
             self._all(node.body)
+            for name in _EVALUATIONS:
+                parts = (f"on_{name}\\w*_{end}" for end in ("start", "end"))
+                hooks = (run for part in parts for m, run in self._methods.items() if re.fullmatch(part, m))
+                self.runs[f"on {name}"].add(tuple(one for run in hooks for one in run))
 
     def visit_FunctionDef(self, node: Any) -> None:
         line = min([node.lineno, *(one.lineno for one in node.decorator_list)])
@@ -618,9 +696,13 @@ class _Reader(ast.NodeVisitor):
             _periods=0,
             _loops=0,
             _into=None if node.name in _TELLING else into,
+            _when=frozenset(),
+            _events=[],
             _scopes=[_Scope(0, resets=node.name not in _AT_START and not is_running)],
         ):
             self._all(node.body)
+            self._methods[node.name] = (_under_way if is_running else tuple)(self._events)
+            self.runs[node.name].add(self._methods[node.name])
         self._functions.pop()
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
@@ -655,6 +737,13 @@ def _local_to(function: Any) -> set[str]:
 
 def _asks_for_step(test: ast.expr) -> bool:
     return any(getattr(part, "attr", getattr(part, "id", "")) in _WHEN for part in ast.walk(test))
+
+
+def _is_of_others(value: ast.AST, name: str) -> bool:
+    """Whether a value comes of attributes of the same object alone, but not of the one of that name."""
+    parts = list(ast.walk(value))
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    return names == {"self"} and not any(f".{part.attr}" == name for part in parts if isinstance(part, ast.Attribute))
 
 
 def _key(node: Any) -> str | None:

@@ -24,7 +24,15 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import UNREAD, PlainState, fingerprint, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.lost_variables import are_kept, are_made_once, are_set_back, are_set_by_hooks, in_words, setters_of
+from ckpt_core.state.lost_variables import (
+    are_kept,
+    are_made_once,
+    are_put_aside,
+    are_set_back,
+    are_set_by_hooks,
+    in_words,
+    setters_of,
+)
 from ckpt_core.state.object_walk import Found, set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
@@ -191,13 +199,14 @@ class UsersObjects(Live):
             if not names or _holds_state(type(owner)):
                 continue
             start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
-            lost = []
+            begun, lost = (self._begun or {}).get(name, {}), []
             for path, digest in changed[name].items():
                 by_hooks = path in made or path in self._by_hooks_before.get(name, {})
                 if path in made_by_steps[name] or (not looks and path in kept) or (not in_epoch and by_hooks):
                     continue
                 look = (name, path, ends and path in new)  # whatever reads one that is not there fails
-                if start.get(path) != digest and made.get(path) != digest and look not in self._looked_at:
+                is_as_begun = digest in (start.get(path), begun.get(path), made.get(path))
+                if not is_as_begun and look not in self._looked_at:
                     self._looked_at.add(look)
                     lost.append(path)
             if lost and self._trainer.is_global_zero:
@@ -280,9 +289,7 @@ class UsersObjects(Live):
             and not self._plain[name].has_opened(one, kinds=(int,))
         }
         values = [(type(self._owners[name]), path, one.value) for (name, path), one in found.items()]
-        # what comes of what was there is named, if it is lost
-        for place, is_set, kept in zip(found, are_set_by_hooks(values, but=_RUN_ONCE), are_kept(values), strict=True):
-            self._set_back[place] = is_set and not kept
+        self._set_back.update(zip(found, are_set_by_hooks(values, but=_RUN_ONCE), strict=True))
 
     def set_by_hooks(self) -> Digests:
         """Return the digests of what hooks of an epoch's start have set to another value than it had."""
@@ -357,6 +364,7 @@ class UsersObjects(Live):
         before: Digests | None = None,
         *,
         steps_make_anew: bool = False,
+        is_aside: bool = False,
         but: Collection[str] = (),
     ) -> str | None:
         """Return what of module and datamodule is not as it was saved, in words, or ``None``.
@@ -364,7 +372,8 @@ class UsersObjects(Live):
         ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs, and what
         they had set in the run that saved to the value that it has; but not what they make of what was there, which is
         told of callbacks, too. With ``steps_make_anew``, numbers and texts do not count that, by the source, each step
-        only sets; nor what is called by a name in ``but``, as :meth:`not_before` has them.
+        only sets; nor what is called by a name in ``but``, as :meth:`not_before` has them. What is put aside for a
+        while counts if it may be used when training continues (``is_aside``).
         """
         found: list[tuple[type, str, Any]] = []
         made_of_it: list[tuple[type, str, Any]] = []
@@ -385,6 +394,7 @@ class UsersObjects(Live):
             back = are_set_back([([k], path, v, "") for k, path, v in made_of_it], but=_RUN_ONCE)
             stay = [stays and not anew for stays, anew in zip(stay, back, strict=True)]
         found += [one for one, stays in zip(made_of_it, stay, strict=True) if stays]
+        found = [one for one, unused in zip(found, are_put_aside(found), strict=True) if is_aside or not unused]
         # of a module in the module, by another class
         found = [one for one in found if not any(name.startswith(f"`{one[1]}` of ") for name in but)]
         set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]

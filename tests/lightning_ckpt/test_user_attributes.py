@@ -304,11 +304,85 @@ class Tells(Model):
         print(self.told)
 
 
+class Average(torch.nn.Module):
+    """Keeps an average in buffers, and the weights themselves while others look at it."""
+
+    def __init__(self, of: torch.nn.Module) -> None:
+        super().__init__()
+        for name, parameter in of.named_parameters():
+            self.register_buffer(name, parameter.detach().clone())
+        self.collected: list[torch.Tensor] = []
+
+    def update(self, of: torch.nn.Module) -> None:
+        for name, parameter in of.named_parameters():
+            self.get_buffer(name).lerp_(parameter.detach(), 0.5)
+
+    def copy_to(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            parameter.data.copy_(self.get_buffer(name))
+
+    def store(self, parameters: Iterator[torch.nn.Parameter]) -> None:
+        self.collected = [parameter.clone() for parameter in parameters]
+
+    def restore(self, parameters: Iterator[torch.nn.Parameter]) -> None:
+        for own, parameter in zip(self.collected, parameters, strict=True):
+            parameter.data.copy_(own.data)
+
+
+class PutsItsWeightsAside(Model):
+    """Validates with an average of its weights, as latent diffusion does."""
+
+    def __init__(self) -> None:
+        super().__init__({"val": True})
+        self.average_of_other = Average(self.other)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.average_of_other.store(self.other.parameters())
+        self.average_of_other.copy_to(dict(self.other.named_parameters()))
+        super().validation_step(batch, batch_idx)
+        self.average_of_other.restore(self.other.parameters())
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.average_of_other.update(self.other)
+
+
 @pytest.mark.parametrize(
-    ("model", "at"), [(HoldsCount, MIDDLE), (HoldsAndResets, MIDDLE), (TellsOfEpochs, MIDDLE), (TellsOfEpochs, END)]
+    ("model", "at"),
+    [
+        (HoldsCount, MIDDLE),
+        (HoldsAndResets, MIDDLE),
+        (TellsOfEpochs, MIDDLE),
+        (TellsOfEpochs, END),
+        (PutsItsWeightsAside, MIDDLE),
+        (PutsItsWeightsAside, END),
+    ],
 )
 def test_what_hooks_bring_back_is_not_named(model: type, at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(model), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+class SwapsInItsOwnHooks(Model):
+    """Has put others in the place of its weights when callbacks save at the end of a validation."""
+
+    def __init__(self) -> None:
+        super().__init__({"val": True})
+
+    def on_validation_start(self) -> None:
+        self.aside = [parameter.detach().clone() for parameter in self.other.parameters()]
+        torch.nn.init.ones_(self.other.weight)
+
+    def on_validation_end(self) -> None:
+        for own, parameter in zip(self.aside, self.other.parameters(), strict=True):
+            parameter.data.copy_(own)
+
+
+def test_what_is_put_aside_is_named_if_it_was_not_put_back(tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(SwapsInItsOwnHooks), tmp_path, ("on_validation_end", 2))
+    assert "training had changed SwapsInItsOwnHooks.aside" in said[0]
+    assert found != expected
+    expected, found, said = train_and_resume(Training(SwapsInItsOwnHooks), tmp_path, MIDDLE)
     assert not said
     assert found == expected
 
@@ -519,6 +593,7 @@ class SetsForTheNextStep(Model):
 
     def on_train_start(self) -> None:
         self.late_part = 1.0
+        self.late_step = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.add(f"{batch_idx} ")
@@ -528,6 +603,8 @@ class SetsForTheNextStep(Model):
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.late_scale = torch.full((1,), 1 + self.trainer.current_epoch / 10)
+        self.late_scale += self.trainer.global_step - self.late_step  # it was set by the step before
+        self.late_step = self.trainer.global_step
         self.anneal()
 
     def anneal(self) -> None:
@@ -1049,6 +1126,13 @@ class Swaps(Plain):
         self.other.load_state_dict(self.trained)
 
 
+class SetsUp(Plain):
+    """Makes at the start of each training what it needs for it."""
+
+    def on_train_start(self) -> None:
+        self.notes_of_run = types.SimpleNamespace(batches=len(self.trainer.train_dataloader), seen=())
+
+
 def searches() -> list[Any]:
     return [
         BatchSizeFinder(max_trials=3, steps_per_trial=2),
@@ -1056,7 +1140,9 @@ def searches() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("model", "make"), [(Searched, searches), (Swaps, list)], ids=["searches", "swaps"])
+@pytest.mark.parametrize(
+    ("model", "make"), [(Searched, searches), (Swaps, list), (SetsUp, list)], ids=["searches", "swaps", "sets up"]
+)
 def test_what_is_set_before_it_is_read_is_not_named(model: Any, make: Callable[[], list[Any]], tmp_path: Path) -> None:
     assert fit(model(), make(), tmp_path, default_root_dir=tmp_path, num_sanity_val_steps=0) == []
 

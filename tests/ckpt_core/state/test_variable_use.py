@@ -344,6 +344,107 @@ class Other:
     assert source.set_in(".received") == {"__init__"}
 
 
+def test_what_is_put_aside_is_read_after_it_was_set(tmp_path: Path) -> None:
+    (tmp_path / "averages.py").write_text(
+        """
+class Average:
+    def __init__(self):
+        self.aside, self.tried, self.used, self.part, self.early = [], None, [], [], None
+
+    def store(self, parameters):
+        self.aside = [p.clone() for p in parameters]
+        if self.is_on:
+            self.part = list(parameters)
+
+    def restore(self, parameters):
+        for own, p in zip(self.aside, parameters):
+            p.copy_(own)
+        self.check(self.part)
+
+    def use(self, parameters):
+        self.used = list(parameters)
+
+    def read(self):
+        return self.used
+
+class Model:
+    def scope(self):
+        if self.on:
+            self.average.store(self.parameters())
+        try:
+            yield
+        finally:
+            if self.on:
+                self.average.restore(self.parameters())
+
+    def step(self):
+        self.average.use(self.parameters())
+
+    def other_step(self):
+        return self.average.read()
+
+class Swaps:
+    def on_validation_start(self):
+        if self.average is None:
+            return
+        self.tried, self.early = self.average.copy(), self.average.early
+        self.ahead = 1
+
+    def on_validation_end(self):
+        self.last = self.ahead
+        if self.average is None:
+            return
+        self.load(self.tried)
+
+    def on_train_epoch_start(self):
+        self.load(self.early)
+        self.show(self.kept)
+
+    def on_train_epoch_end(self):
+        self.kept = self.average.copy()
+
+def train(model, state):
+    state.best = model.average.copy()
+    for batch in model.batches:
+        model.load(state.best)
+"""
+    )
+    path = str(tmp_path / "averages.py")
+    source = Source([path])
+    found = {
+        name: source.is_put_aside(f".{name}")
+        for name in ("aside", "tried", "used", "part", "early", "ahead", "kept", "best", "nowhere")
+    }
+    assert found == dict.fromkeys(found, False) | {"aside": True, "tried": True, "best": False}
+    assert not Source([path], [(path, "train", 58)]).is_put_aside(".best")
+
+
+def test_what_is_taken_from_elsewhere_does_not_come_of_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "taken.py").write_text(
+        """
+class Model:
+    def on_train_start(self):
+        self.last, self.count = 0, 0
+
+    def on_train_batch_end(self):
+        if self.trainer.global_step > self.last:
+            self.update()
+        self.last = self.trainer.global_step
+        self.count = self.count + self.trainer.world_size
+        self.mean = 0.9 * self.mean + loss
+        if self.is_late:
+            self.late = self.trainer.global_step
+        self.twice = self.trainer.global_step
+
+    def update(self):
+        self.twice = self.twice + self.trainer.world_size
+"""
+    )
+    source = Source([str(tmp_path / "taken.py")])
+    assert source.taken_in(".last") == {"on_train_batch_end"}
+    assert not any(source.taken_in(f".{name}") for name in ("count", "mean", "late", "twice"))
+
+
 def test_what_is_given_to_a_change_in_place_decides(tmp_path: Path) -> None:
     (tmp_path / "clips.py").write_text(
         """
