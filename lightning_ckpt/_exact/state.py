@@ -23,7 +23,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ckpt_core.state.kinds import Kind, capture_buffers, join_ranks, parameters_
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
+from ckpt_core.state.value_marks import mark_of, some
 from lightning_ckpt._exact.counters import Accumulation, Counters, Limits, epochs_begun, undo_unfinished
 from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all, is_cut_short
 from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
@@ -132,6 +133,8 @@ class ExactState(Live):
         self._is_ahead = self._is_behind = False
         self._ahead: Callable[[], Any] = _no_model  # the model of the one before it then
         self._precision: Precision | None = None  # of what is restored, until the training starts
+        self._buffers: Collection[str] = ()  # that the module began with
+        self._late: dict[str, torch.Tensor] = {}  # what is restored, of which the module has nothing yet
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
         self._validation_progress: dict[str, Any] = {}
@@ -201,6 +204,7 @@ class ExactState(Live):
         self._groups.begin()
         if self._precision is not None:
             self._precision.restore_weights(self._trainer.lightning_module)
+        self._buffers = {name for name, _ in self._trainer.lightning_module.named_buffers()}
         self._limits.fit_started()
         self._resume_limits()
 
@@ -441,10 +445,22 @@ class ExactState(Live):
             notes += masks_left_out(self._trainer.lightning_module, checkpoint.get("state_dict", {}))
             common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}
             common["goes_back_to"] = self._goes_back_to
+            common["weights"] = "" if self._averaged else self._mark_if_replaced(checkpoint.get("state_dict", {}))
             replicated = {**ranks[0]["replicated"], **common}
             per_rank = [None if r is None else r["per_rank"] for r in ranks]
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
+
+    def _mark_if_replaced(self, saved: Mapping[str, Any]) -> str:
+        """Return the mark of the weights if hooks have put others in their place, or may still do so."""
+        module = self._trainer.lightning_module
+        if self._trainer.strategy.restore_checkpoint_after_setup:
+            return ""  # sharded
+        may_be_others = is_users_own(type(module).on_save_checkpoint)  # which runs after this
+        with contextlib.suppress(RuntimeError, ValueError):  # some have no address
+            live = [(saved[name], one) for name, one in module.named_parameters() if name in saved]
+            may_be_others |= any(kept.data_ptr() != one.data_ptr() for kept, one in live)
+        return _mark_of_weights(module) if may_be_others else ""
 
     def _own_buffers(self, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the buffers of a rank that has others than rank 0, such as BatchNorm's statistics without DDP.
@@ -577,6 +593,7 @@ class ExactState(Live):
                 "phase": phase,
                 "progress": progress,
                 "changed": changed,
+                "made": [n for n, _ in self._trainer.lightning_module.named_buffers() if n not in self._buffers],
                 "data": self._users.data(),
                 "set_by_hooks": self._users.set_by_hooks(),
                 "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends, but=anew)
@@ -702,7 +719,10 @@ class ExactState(Live):
             mine = state_of_rank(state, rank)
         others = {"lr_schedulers": checkpoint.get("lr_schedulers"), "callbacks": checkpoint.get("callbacks") or {}}
         self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, **others}
-        self._precision = Precision(checkpoint, self._trainer.lightning_module)
+        module = self._trainer.lightning_module
+        self._precision = Precision(checkpoint, module)
+        there = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        self._late = {name: value for name, value in checkpoint.get("state_dict", {}).items() if name not in there}
         self._variables.resume(state[Kind.REPLICATED.value].get("variables", {}))
         if self._trainer.strategy.restore_checkpoint_after_setup:  # the fit has started
             self._resume_limits()
@@ -735,7 +755,16 @@ class ExactState(Live):
         shared, mine, module = state[Kind.REPLICATED.value], state["mine"], self._trainer.lightning_module
         resharded = self._is_resharded(state)
         causes = elastic_causes(self._data, shared, mine) if resharded else self._data.check(mine["data"])
+        if shared.get("weights", "") not in ("", _mark_of_weights(module)):
+            causes.append(
+                "training had other weights than those in the checkpoint, so a hook has put others in their place "
+                "(save them under another key in on_save_checkpoint, or give them back in on_load_checkpoint)"
+            )
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
+        late, self._late = self._late, {}
+        restore_buffers(module, late)  # that on_train_start has made
+        for name in shared.get("made", ()):
+            _make_buffer(module, name, late)
         self._users.resume(shared.get("set_by_hooks", {}))
         self._users.make_again(mine.get("attributes", {}))
         if in_epoch:
@@ -743,6 +772,7 @@ class ExactState(Live):
             self._users.before_hooks(shared.get("changed", {}))
             self._epoch.run_again(begun, shared["progress"], *others, begin_epoch)
             self._users.after_hooks()
+            restore_buffers(module, late)
             self._internals.set_progress(shared["progress"])
         # until here, what the hooks save holds what is resumed from
         self._loaded = None
@@ -823,7 +853,10 @@ class ExactState(Live):
     def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> bool:
         ends = shared.get("variables", {}).get("ends", True)
         lost, later = self._variables.lost(), self._variables.compared_later
-        problem = self._users.differences(shared.get("changed", {}), before, steps_make_anew=not ends, but=later)
+        # other callbacks save before the module's own hook, which may put back what it has put aside
+        aside = shared["phase"] == "validation_end" and self._has_users_hook("on_validation_end")
+        changed = shared.get("changed", {})
+        problem = self._users.differences(changed, before, steps_make_anew=not ends, is_aside=aside, but=later)
         causes = [problem, lost_in_words(lost, but=problem or "")]
         if any(causes):
             self._warn("; ".join(filter(None, causes)))
@@ -855,6 +888,19 @@ class ExactState(Live):
             self._internals.finish_batch(self._internals.end_batch, None)
         elif phase in ("validation", "validation_end"):
             self._internals.finish_batch(self._internals.skip_batch, phase == "validation")
+
+
+def _mark_of_weights(module: torch.nn.Module) -> str:
+    return mark_of(some([*module.parameters()]))
+
+
+def _make_buffer(module: torch.nn.Module, name: str, saved: Mapping[str, torch.Tensor]) -> None:
+    """Give a module a buffer that its steps make, where there is none yet."""
+    owner, _, key = name.rpartition(".")
+    with contextlib.suppress(AttributeError):  # nor has it the module
+        of = module.get_submodule(owner)
+        if name in saved and getattr(of, key, None) is None:
+            of._buffers[key] = saved[name].to(next((p.device for p in module.parameters()), "cpu"), copy=True)
 
 
 def _no_model() -> None:

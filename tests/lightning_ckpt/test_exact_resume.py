@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_ckpt.resumable import ResumableCheckpoint
@@ -387,6 +388,67 @@ def test_loaders_are_those_of_the_epoch_in_which_they_were_made(
 ) -> None:
     settings = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
     expected, found, said = train_and_resume(Training(LoadsByEpoch, trainer=settings), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+class MakesBuffers(Model):
+    """Makes buffers when it trains; what a checkpoint has of them is of no use to a new object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+    def on_train_start(self) -> None:
+        self.register_buffer("queue", torch.zeros(4))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch)
+        if not hasattr(self.net, "bank"):
+            self.net.register_buffer("bank", torch.ones(()))
+        self.net.bank += float(loss)
+        self.queue[:] = torch.cat([self.queue[1:], loss.detach().reshape(1)])
+        return loss * (1 + self.queue.mean()) / self.net.bank
+
+
+@pytest.mark.parametrize("at", [("on_train_batch_end", BATCHES + 3), ("on_train_epoch_end", 2)])
+def test_buffers_that_training_makes_are_put_back(at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(MakesBuffers), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+class SavesOtherWeights(Model):
+    """Puts an average of its weights in their place in each checkpoint; ``is_kept``: and gets the weights back."""
+
+    def __init__(self, is_kept: bool = False) -> None:
+        super().__init__()
+        self.is_kept = is_kept
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.is_kept:
+            checkpoint["trained"] = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value / 2 for name, value in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.is_kept:
+            checkpoint["state_dict"] = checkpoint["trained"]
+
+
+class SavesOtherWeightsOf(Callback):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value / 2 for name, value in checkpoint["state_dict"].items()}
+
+
+@pytest.mark.parametrize("training", [Training(SavesOtherWeights), Training(callbacks=lambda: [SavesOtherWeightsOf()])])
+def test_weights_that_a_hook_has_put_in_place_of_others_are_said(training: Training, tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(training, tmp_path)
+    assert found != expected
+    assert "training had other weights than those in the checkpoint" in said[0]
+
+
+def test_weights_that_a_hook_gives_back_are_exact(tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(lambda: SavesOtherWeights(is_kept=True)), tmp_path)
     assert not said
     assert found == expected
 
