@@ -1,11 +1,11 @@
 """Where bytes live: the protocol that a storage implements.
 
-A storage is small on purpose: it writes one file so that it appears whole or not at all, reads ranges, lists and
-deletes. A third party's storage derives from :class:`Storage` and passes ``tests/ckpt_core/storage/test_storage.py``.
+A storage is small on purpose: it writes files atomically, reads ranges, lists and deletes. A storage of your own
+derives from :class:`Storage` and passes ``tests/ckpt_core/storage/test_storage.py``.
 
-Checkpoints that are directories need little more. What is here for them is right for a store of objects: files go below
-the final name under names that no committed checkpoint uses, and the manifest, written last by one call, is what makes
-them a checkpoint. A storage that can rename a directory overrides it.
+The methods for directory checkpoints have defaults that suit object stores: files are written below the final name,
+under names that no committed checkpoint uses, and the manifest, which is written last, commits them. A storage that can
+rename a directory overrides them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FileWriter(abc.ABC):
     Attributes:
         parallel: Whether :meth:`write_at` may be called from several threads and in any order. If not, it is called
             from one thread with offsets that follow each other.
-        threads: How many of those calls at a time are worth it.
+        threads: How many threads should call it at a time.
     """
 
     parallel: bool = False
@@ -87,8 +87,8 @@ class FileReader(abc.ABC):
     Attributes:
         path: Its path or URL.
         size: Its length in bytes.
-        request_bytes: About how many bytes could be read in the time that one more request takes: it is worth reading
-            so many that are not needed to save a request.
+        request_bytes: About how many bytes can be read in the time that a request takes. Up to so many bytes that are
+            not needed are read to save a request.
     """
 
     path: str
@@ -97,7 +97,7 @@ class FileReader(abc.ABC):
 
     @property
     def threads(self) -> int:
-        """From how many threads it is worth reading at a time."""
+        """How many threads should read at a time."""
         return IO_THREADS
 
     @property
@@ -110,14 +110,14 @@ class FileReader(abc.ABC):
         """Fill ``target`` with the bytes from ``offset`` on; may be called from several threads.
 
         Raises:
-            CheckpointCorruptedError: The file ends before.
+            CheckpointCorruptedError: The file is shorter.
         """
 
     def read_parts(self, offset: int, targets: Sequence[memoryview]) -> None:
         """Fill several targets, one after the other, with the bytes from ``offset`` on; a store is asked only once.
 
         Raises:
-            CheckpointCorruptedError: The file ends before.
+            CheckpointCorruptedError: The file is shorter.
         """
         if self.request_bytes > 0 and len(targets) > 1:
             import numpy as np  # imported here, as in divide_into, because the import takes time
@@ -254,11 +254,11 @@ class Storage(abc.ABC):
         """
 
     def write_whole(self, path: str, data: bytes) -> None:
-        """Make a small file, durable, replacing what was there.
+        """Write a small file durably and atomically, replacing what was there.
 
         Args:
             path: The file.
-            data: All that it is to hold.
+            data: Its bytes.
 
         Raises:
             StorageError: The storage refused.
@@ -299,10 +299,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, source: str, target: str) -> int:
-        """Make ``target`` a file with the bytes of ``source``, durable, replacing what was there; return its size.
+        """Make ``target`` a durable copy of ``source``, replacing what was there; return its size in bytes.
 
-        No bytes are moved where the storage can do without (hard link, server-side copy). The two do not depend on each
-        other: deleting or replacing one leaves the other.
+        If possible, no bytes are moved (hard link, server-side copy). Deleting or replacing one of the two leaves the
+        other.
 
         Raises:
             CheckpointNotFoundError: There is no ``source``.
@@ -326,7 +326,7 @@ class Storage(abc.ABC):
         return []
 
     def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
-        """Return what ``read`` returns for a checkpoint; where there are several copies, for the nearest that is whole.
+        """Return what ``read`` returns for a checkpoint; of several copies, for the nearest that is intact.
 
         Args:
             path: The checkpoint.
@@ -336,7 +336,7 @@ class Storage(abc.ABC):
         return read(self, path)
 
     def put_file(self, source: str, target: str) -> None:
-        """Make the local file ``source``, which may be gone afterwards, the file ``target``, durable.
+        """Store the local file ``source``, which may be moved, as ``target``, durably.
 
         Raises:
             StorageError: The storage refused.
@@ -361,7 +361,7 @@ class Storage(abc.ABC):
         return path
 
     def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
-        """Commit: the directory is a checkpoint from now on and replaces the one that was there; called by one process.
+        """Commit the checkpoint, which replaces the one that was there; called by one process.
 
         Args:
             path: The directory's final path.
@@ -370,7 +370,7 @@ class Storage(abc.ABC):
             gone: Relative names of files at ``path`` that belong to the checkpoint which is replaced, and not to this
                 one. Whatever else is there stays.
 
-        A file of ``gone`` that cannot be deleted stays, with a warning: the checkpoint is there.
+        A file of ``gone`` that cannot be deleted stays, with a warning.
 
         Raises:
             StorageError: The storage refused; what was at ``path`` before is untouched.
@@ -396,18 +396,18 @@ class Storage(abc.ABC):
             self.remove(f"{path}/{name}")
 
     def leave_directory(self, path: str, token: str) -> None:  # noqa: B027 - most storages have nothing to do
-        """End what :meth:`begin_directory` began in this process, whatever has become of the checkpoint."""
+        """End what :meth:`begin_directory` began in this process, after the checkpoint was published or discarded."""
 
     def claim(self, directory: str) -> Claim | None:
         """Return a claim on ``directory``, not made yet, by which other jobs know that this process saves there.
 
-        None where there is no such thing: nobody is warned, and checkpoints of the same names may damage each other if
-        the storage cannot keep their unfinished files apart.
+        None if the storage has no claims: then nobody is warned, and saves of the same names may damage each other
+        unless the storage keeps their unfinished files apart.
         """
         return None
 
     def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
-        """Delete the checkpoint that is the directory ``path``; from the first moment on, it is not a checkpoint.
+        """Delete the directory checkpoint at ``path``, its manifest first.
 
         Args:
             path: The directory.
@@ -418,10 +418,10 @@ class Storage(abc.ABC):
         self.remove(path)
 
     def list_directories(self, directory: str) -> Sequence[FileInfo]:
-        """Return the committed checkpoints directly in ``directory`` that are directories, and what may be one.
+        """Return the directory checkpoints directly in ``directory``, and directories that may be one.
 
         Their size is that of all files directly in them, their time that of the commit. On a local disk, one that this
-        user may not read has no size.
+        user may not read has the size 0.
         """
         return [found for path in self.subdirectories(directory) for found in self._committed(path)]
 
