@@ -37,7 +37,7 @@ def add_commands(commands: Commands) -> None:
         codes="0 the same bits, 1 they differ, 2 they cannot be compared, or usage.",
     )
     diff.add_argument("first", metavar="A", help="a checkpoint; path or URL")
-    diff.add_argument("second", metavar="B", help="another one")
+    diff.add_argument("second", metavar="B", help="another checkpoint")
     diff.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences of each part")
     diff.add_argument(
         "--allow-pickle", "--trust-pickle", action="store_true", help="load objects that are not plain data"

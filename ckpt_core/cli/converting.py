@@ -42,7 +42,7 @@ def add_commands(commands: Commands) -> None:
     )
     convert.add_argument("source", metavar="SOURCE", help="a checkpoint; path or URL")
     convert.add_argument(
-        "target", metavar="TARGET", help="path or URL; of other programs' layouts, a new local directory"
+        "target", metavar="TARGET", help="path or URL; for other programs' layouts, a new local directory"
     )
     convert.add_argument("--to", required=True, choices=_LAYOUTS, help="the layout")
     _add_model(convert)
@@ -74,19 +74,19 @@ def add_commands(commands: Commands) -> None:
     bring.add_argument("path", metavar="SOURCE", help="a directory that dcp.save wrote, or the directory of a model")
     bring.add_argument("target", metavar="TARGET", help="the checkpoint; path or URL")
     _add_format(bring)
-    bring.add_argument("--part", default="model", help="safetensors: the part that the model becomes (model)")
-    bring.add_argument("--only", nargs="+", metavar="KEY", help="dcp: first keys of what is wanted of the state")
+    bring.add_argument("--part", default="model", help="safetensors: name of the part for the model (model)")
+    bring.add_argument("--only", nargs="+", metavar="KEY", help="dcp: take only these first keys of the state")
     _add_force(bring)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
+    parser.add_argument("--part", help="safetensors: part or key of the model (default: found by the usual names)")
     parser.add_argument(
         "--prefix",
-        help="safetensors: only tensors whose names begin with it, which is left out (default: what all begin with)",
+        help="safetensors: take only names with this prefix, and remove it (default: the prefix that all have)",
     )
     parser.add_argument(
-        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
+        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: largest size of a file (5GB)"
     )
 
 

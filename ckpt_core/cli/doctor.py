@@ -53,10 +53,12 @@ def add_commands(commands: Commands) -> None:
     )
     doctor.add_argument("path", nargs="?", default=".", metavar="PATH", help="a directory or URL for checkpoints (.)")
     doctor.add_argument(
-        "--size", type=_megabytes, default=256, metavar="MB", help="of the checkpoint that is saved (256)"
+        "--size", type=_megabytes, default=256, metavar="MB", help="size of the checkpoint that is saved (256)"
     )
-    doctor.add_argument("--bytes", type=nbytes, metavar="SIZE", help="of a model with its optimizer, such as 10GB")
-    doctor.add_argument("--like", metavar="CHECKPOINT", help="take the size of this one")
+    doctor.add_argument(
+        "--bytes", type=nbytes, metavar="SIZE", help="predict saves of a state of this size, such as 10GB"
+    )
+    doctor.add_argument("--like", metavar="CHECKPOINT", help="predict saves of a state as large as this one")
 
 
 def _megabytes(text: str) -> int:

@@ -44,7 +44,7 @@ def add_commands(commands: Commands) -> None:
     )
     inspect.add_argument("path", metavar="PATH", help="a checkpoint: a file or a directory, path or URL")
     inspect.add_argument("--depth", type=_depth, default=_DEPTH, metavar="N", help=f"levels of the tree ({_DEPTH})")
-    inspect.add_argument("--all", action="store_const", const=None, dest="depth", help="every level")
+    inspect.add_argument("--all", action="store_const", const=None, dest="depth", help="show every level of the tree")
     inspect.add_argument("--verify", action="store_true", help="compare every byte with its digest first")
 
 

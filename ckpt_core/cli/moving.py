@@ -63,7 +63,10 @@ def add_commands(commands: Commands) -> None:
         verb.add_argument("target", metavar="TARGET", help="path or URL")
         verb.add_argument("-f", "--force", action="store_true", help="replace another checkpoint at the target")
         verb.add_argument(
-            "--target-storage-options", type=json_object, metavar="JSON", help="of the target, where they differ"
+            "--target-storage-options",
+            type=json_object,
+            metavar="JSON",
+            help="--storage-options of the target, if they differ",
         )
 
     sync = commands.add(
@@ -76,17 +79,20 @@ def add_commands(commands: Commands) -> None:
         "--delete deletes at the target what SOURCE no longer has, when all that it has is there. What is pinned, "
         "damaged, another program's, or newer than all of SOURCE stays. An empty SOURCE is an error.",
         example="-R runs s3://bucket/runs",
-        codes="0 TARGET has all that SOURCE has, 1 it has not, 2 usage, or --delete without --yes and nobody to ask.",
+        codes="0 TARGET has all of SOURCE, 1 not all of it, 2 usage, or --delete without --yes and nobody to ask.",
     )
     sync.add_argument("source", metavar="SOURCE", help="a directory of checkpoints; path or URL")
     sync.add_argument("target", metavar="TARGET", help="another directory, which need not exist; path or URL")
     sync.add_argument("-r", "-R", "--recursive", action="store_true", help="take directories below it, too")
     sync.add_argument("--delete", action="store_true", help="delete at the target what the source no longer has")
     sync.add_argument("--verify", action="store_true", help="also compare every byte of what is already there")
-    sync.add_argument("-n", "--dry-run", action="store_true", help="change nothing, only show what would be")
+    sync.add_argument("-n", "--dry-run", action="store_true", help="only show what would be done")
     sync.add_argument("-y", "--yes", action="store_true", help="do not ask before deleting")
     sync.add_argument(
-        "--target-storage-options", type=json_object, metavar="JSON", help="of the target, where they differ"
+        "--target-storage-options",
+        type=json_object,
+        metavar="JSON",
+        help="--storage-options of the target, if they differ",
     )
 
 

@@ -173,9 +173,9 @@ def _common() -> _Parser:
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     group = parser.add_argument_group("everywhere")
     group.add_argument("--json", action="store_true", help="print one JSON document")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress")
-    group.add_argument("--endpoint-url", metavar="URL", help="of an object store (or AWS_ENDPOINT_URL)")
-    group.add_argument("--profile", metavar="NAME", help="of the credentials (or AWS_PROFILE)")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    group.add_argument("--endpoint-url", metavar="URL", help="endpoint of an object store (or AWS_ENDPOINT_URL)")
+    group.add_argument("--profile", metavar="NAME", help="profile of the credentials (or AWS_PROFILE)")
     group.add_argument(
         "--storage-options", type=json_object, metavar="JSON", help="passed to fsspec for URLs; not for secrets"
     )

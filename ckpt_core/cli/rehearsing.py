@@ -53,8 +53,8 @@ def add_commands(commands: Commands) -> None:
         default=[],
         help="what may differ, such as 'attributes:Model.seen'; may contain * and ?, and be given several times",
     )
-    parser.add_argument("--keep", metavar="DIR", help="leave checkpoints, notes and outputs in this directory")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, help="how long one run may take")
+    parser.add_argument("--keep", metavar="DIR", help="keep checkpoints, notes and outputs in this directory")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, help="how long one process may take")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that starts the training")
 
 

@@ -74,7 +74,7 @@ def add_commands(commands: Commands) -> None:
         example='runs/step=100.ckpt --note "the paper"',
     )
     keep.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="path or URL")
-    keep.add_argument("--note", default="", metavar="WHY", help="shown by ckpt ls")
+    keep.add_argument("--note", default="", metavar="WHY", help="the reason, which ckpt ls shows")
 
     drop = commands.add(
         "drop", _pin_all, help="unpin checkpoints: retention may delete them again", example="runs/step=100.ckpt"
