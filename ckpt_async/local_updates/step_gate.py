@@ -16,6 +16,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -115,9 +116,14 @@ class StepGate:
             GateTimeoutError: Some have not come, because they are in a step, frozen, or not started. All continue.
         """
         shared, deadline = self._open(), time.monotonic() + timeout
+        if shared.is_of_this_thread():
+            raise CheckpointError(
+                "this thread cannot close the gate: it is a worker's, or has closed it, and would wait for itself",
+                remedy="call closed() on another thread or in another process than the workers'",
+            )
         while not shared.lock(_SAVER):
             if time.monotonic() > deadline:
-                raise GateTimeoutError(f"another process has kept the gate closed for {timeout} s")
+                raise GateTimeoutError(f"another snapshot has kept the gate closed for {timeout} s")
             time.sleep(_POLL)
         snapshot = shared[_ASKED] + 1
         shared[_ASKED] = snapshot
@@ -125,9 +131,9 @@ class StepGate:
             yield [self._await(shared, number, snapshot, deadline) for number in range(self.workers)]
         finally:
             shared[_OPENED] = snapshot
-            shared.unlock(_SAVER)
             for file in self._directory.glob("*.[0-9]*"):
                 file.unlink()
+            shared.unlock(_SAVER)  # the last: the next one's answers must stay
 
     def _await(self, shared: _Shared, number: int, snapshot: int, deadline: float) -> dict[str, Any]:
         answers = (self._directory / f"{number}.{snapshot}", self._directory / f"{number}.end")
@@ -232,10 +238,15 @@ class GatedWorker:
 
 
 class _Shared:
-    """The numbers in the shared file, and the locks of its bytes, which a process does not pass on to its children."""
+    """The numbers in the shared file, and the locks of its bytes, which a process does not pass on to its children.
+
+    The kernel's locks keep out other processes; which threads of this one have them is noted here.
+    """
 
     def __init__(self, path: Path) -> None:
         self.process = os.getpid()
+        self._mine: dict[int, int] = {}
+        self._noting = threading.Lock()
         self._file = path.open("r+b", buffering=0)
         self._words = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("q")
 
@@ -246,17 +257,29 @@ class _Shared:
         self._words[index] = value
 
     def lock(self, byte: int) -> bool:
-        return self._try_lock(byte, fcntl.LOCK_EX)
+        with self._noting:
+            is_free = byte not in self._mine and self._try_lock(byte, fcntl.LOCK_EX)
+            if is_free:
+                self._mine[byte] = threading.get_ident()
+            return is_free
 
     def unlock(self, byte: int) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+        with self._noting:
+            self._mine.pop(byte, None)
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
 
     def is_locked(self, byte: int) -> bool:
-        """Whether another process has locked it."""
-        if not self._try_lock(byte, fcntl.LOCK_SH):
-            return True
-        self.unlock(byte)
-        return False
+        """Whether anybody has locked it."""
+        with self._noting:
+            if byte in self._mine or not self._try_lock(byte, fcntl.LOCK_SH):
+                return True
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+            return False
+
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread has locked anything."""
+        with self._noting:
+            return threading.get_ident() in self._mine.values()
 
     def _try_lock(self, byte: int, kind: int) -> bool:
         try:

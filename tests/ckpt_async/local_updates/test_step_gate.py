@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from ckpt_async.local_updates import StepGate, step_gate
+from ckpt_core.errors import CheckpointError
 from tests.conftest import ScriptRunner
 
 # A shared pair of tensors that a step makes equal again: unequal is what a snapshot in the middle of a step would see.
@@ -209,3 +215,70 @@ def test_a_step_that_raised_and_a_second_worker_are_refused(fork_script: ScriptR
     assert snapshot[0] == "WorkerLostError" and "the shared model may hold a part" in snapshot[1]
     assert second[0] == "CheckpointError" and "another worker 1" in second[1] and "make a new gate" in second[1]
     assert unknown[0] == "ValueError"
+
+
+def test_workers_and_savers_on_threads_of_one_process_see_each_other() -> None:
+    first, last, done = [0, 0], [0, 0], [0, 0]
+    is_enough = threading.Event()
+
+    def work(number: int) -> None:
+        with gate.worker(number, lambda: {"done": done[number]}) as worker:
+            while not is_enough.is_set():
+                with worker.step():
+                    first[number] += 1
+                    time.sleep(0.001)
+                    last[number] += 1
+                done[number] += 1
+
+    def save() -> list[bool]:
+        seen = []
+        for _ in range(10):
+            with gate.closed() as states:
+                before = list(first)
+                time.sleep(0.005)
+                seen.append(before == first == last == [state["done"] for state in states])
+        return seen
+
+    with StepGate(2) as gate, ThreadPoolExecutor(4) as pool:
+        working = [pool.submit(work, number) for number in range(2)]
+        savers = [pool.submit(save) for _ in range(2)]
+        try:
+            assert [saver.result() for saver in savers] == [[True] * 10] * 2
+        finally:
+            is_enough.set()
+        assert [worker.result() for worker in working] == [None, None]
+
+
+def test_a_worker_cannot_close_the_gate_on_itself() -> None:
+    with StepGate(1) as gate:
+        refused = pytest.raises(CheckpointError, match="this thread cannot close the gate")
+        with gate.worker(0, dict), refused, gate.closed():
+            pass
+        with gate.closed() as states:
+            assert states == [{}]
+
+
+def test_who_saves_next_finds_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a snapshot is deleted before the next one can begin, so that its answers stay."""
+    left = []
+    unlock = step_gate._Shared.unlock
+
+    def look_and_unlock(shared: step_gate._Shared, byte: int) -> None:
+        if byte == step_gate._SAVER:
+            left.append(sorted(os.listdir(gate._directory)))
+        unlock(shared, byte)
+
+    monkeypatch.setattr(step_gate._Shared, "unlock", look_and_unlock)
+
+    def work() -> None:
+        with gate.worker(0, dict) as worker:
+            while not left:
+                with worker.step():
+                    pass
+
+    with StepGate(1) as gate, ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        with gate.closed() as states:
+            assert states == [{}]
+        working.result()
+    assert left == [["gate"]]
