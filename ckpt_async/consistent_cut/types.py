@@ -6,6 +6,7 @@ some streams; an *update* is what it computes from one batch. A *cut* says for e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -162,18 +163,19 @@ class VectorClock(Mapping[int, int]):
         """The counts of some of the streams."""
         return VectorClock({stream: self._counts[stream] for stream in streams})
 
-    def joined_with(self, other: Mapping[int, int]) -> VectorClock:
-        """The counts of both.
+    def joined_with(self, *others: Mapping[int, int]) -> VectorClock:
+        """The counts of all.
 
         Raises:
-            InconsistentCutError: A stream is in both with different counts.
+            InconsistentCutError: A stream is in several with different counts.
         """
-        for stream, count in other.items():
-            if self._counts.get(stream, count) != count:
+        counts = dict(self._counts)
+        for stream, count in itertools.chain.from_iterable(other.items() for other in others):
+            if (known := counts.setdefault(stream, count)) != count:
                 raise InconsistentCutError(
-                    f"stream {stream} is said to stand at {self._counts[stream]} and at {count}", key=f"stream {stream}"
+                    f"stream {stream} is said to stand at {known} and at {count}", key=f"stream {stream}"
                 )
-        return VectorClock({**self._counts, **other})
+        return VectorClock(counts)
 
     def differences(self, other: Mapping[int, int]) -> dict[int, tuple[int | None, int | None]]:
         """Both counts of each stream in which the clocks differ; None where one lacks the stream."""

@@ -169,14 +169,18 @@ class DiLoCoState:
                 or it is of another model.
         """
         cursor = self._own.cursor
-        workers = [opened.load("worker", rank=rank) for rank in range(opened.world_size)]
-        if opened.world_size != cursor.workers and any(worker["parameters"] for worker in workers):
+        saved = opened.world_size
+        own = cursor.worker % saved
+        # A new worker's random generators come from worker 0's. Of the others, what the manifest says is enough.
+        read = {own} if own == cursor.worker else {own, 0}
+        workers = [(opened.load if rank in read else opened.peek)("worker", rank=rank) for rank in range(saved)]
+        if saved != cursor.workers and any(worker["parameters"] for worker in workers):
             raise StateMismatchError(
-                f"{opened.world_size} workers had parameters of their own, and there are {cursor.workers} workers now",
+                f"{saved} workers had parameters of their own, and there are {cursor.workers} workers now",
                 key="worker.parameters",
-                remedy=f"resume with {opened.world_size} workers, or save right after sync(), with one fragment",
+                remedy=f"resume with {saved} workers, or save right after sync(), with one fragment",
             )
-        mine = workers[cursor.worker % opened.world_size]
+        mine = workers[own]
         self._loop.load(opened.load("model"), opened.load("outer"), mine["parameters"])
         with torch.no_grad():
             for name, buffer in self._buffers().items():

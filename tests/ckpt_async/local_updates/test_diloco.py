@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckpt_async.local_updates import DiLoCo, DiLoCoState, StreamCursor, WorkerState
 from ckpt_core import DirectoryCheckpointer, StateMismatchError
+from ckpt_core.directory import DirectoryCheckpoint
+from ckpt_core.separate import SeparateSaves
 
 
 def make(workers: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, DiLoCo, DiLoCoState]:
@@ -87,3 +90,47 @@ def test_a_checkpoint_without_buffers_loads(tmp_path: Path, caplog: pytest.LogCa
         with checkpointer.load(tmp_path / "a.ckpt") as opened:
             DiLoCoState(loop, own).load(opened)
     assert "has nothing of the buffer 1.running_mean" in caplog.text
+
+
+@pytest.mark.parametrize(("worker", "workers", "read"), [(2, 3, [2]), (1, 2, [1]), (3, 4, [0]), (4, 5, [0, 1])])
+def test_a_worker_reads_its_own_state_and_the_places_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: int, workers: int, read: list[int]
+) -> None:
+    def make(worker: int, workers: int) -> tuple[torch.optim.Optimizer, StreamCursor, DiLoCoState]:
+        model = torch.nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        cursor = StreamCursor(6, worker=worker, workers=workers, batches=4)
+        loop = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.7))
+        return inner, cursor, DiLoCoState(loop, WorkerState(cursor, inner=inner))
+
+    path = str(tmp_path / "a.ckpt")
+    saves = SeparateSaves(tmp_path)
+    saves.begin(path, "1")
+    reports, moments = [], []
+    for rank in range(3):
+        inner, cursor, state = make(rank, 3)
+        for _ in cursor.take(1 + rank):
+            for parameter in inner.param_groups[0]["params"]:
+                parameter.grad = torch.full_like(parameter, 1.0 + rank)
+            inner.step()
+        moments.append(inner.state_dict()["state"][0]["momentum_buffer"])
+        torch.manual_seed(rank)
+        where = {"rank": rank, "world_size": 3, "suffix": f"-{rank}", "local": None}
+        reports.append(saves.write(state.parts(), path, "1", **where))  # type: ignore[arg-type]
+    saves.commit(reports, path, "1", metadata={})
+
+    loaded: list[int] = []
+    load = DirectoryCheckpoint.load
+
+    def note(opened: DirectoryCheckpoint, part: str, **options: Any) -> Any:
+        loaded.extend([options["rank"]] if part == "worker" else [])
+        return load(opened, part, **options)
+
+    monkeypatch.setattr(DirectoryCheckpoint, "load", note)
+    inner, cursor, state = make(worker, workers)
+    with DirectoryCheckpointer() as checkpointer, checkpointer.load(path) as opened:
+        state.load(opened)
+    assert loaded == read
+    assert torch.equal(inner.state_dict()["state"][0]["momentum_buffer"], moments[worker % 3])
+    used = {0: 1, 1: 1, 4: 1, 2: 2, 5: 1, 3: 0}
+    assert cursor.position == {stream: used[stream] for stream in range(worker, 6, workers)}
