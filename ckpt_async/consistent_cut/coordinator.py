@@ -42,15 +42,11 @@ def verify_cut(
     Raises:
         InconsistentCutError: They do not agree.
     """
-    vector = VectorClock()
-    for ack in worker_acks.values():
-        vector = vector.joined_with(ack.cut)
+    vector = VectorClock().joined_with(*(ack.cut for ack in worker_acks.values()))
     if set(vector) != set(streams):
         raise InconsistentCutError(f"the workers cut streams {list(vector)}, the run has {sorted(streams)}")
     for shard, shard_ack in shard_acks.items():
-        sent = VectorClock()
-        for ack in worker_acks.values():
-            sent = sent.joined_with(ack.pieces[shard])
+        sent = VectorClock().joined_with(*(ack.pieces[shard] for ack in worker_acks.values()))
         for what, expected, found in (("updates", vector, shard_ack.cut), ("pieces", sent, shard_ack.pieces)):
             for stream, (should, does) in expected.differences(found).items():
                 raise InconsistentCutError(
@@ -180,7 +176,9 @@ class SnapshotCoordinator:
             return []
         acks = {*snapshot.worker_acks, *snapshot.shard_acks}
         missing = ", ".join(name for name in (*snapshot.workers, *self._shards) if name not in acks)
-        return self.abort(f"nothing was heard from {missing} within {self._options.snapshot_timeout} s")
+        seconds = self._options.snapshot_timeout
+        remedy = "if they only write slowly, raise CutOptions.snapshot_timeout"
+        return self.abort(f"nothing was heard from {missing} within {seconds} s ({remedy})")
 
     def member_lost(self, name: str, incarnation: int | None = None) -> list[Effect]:
         """A participant is dead, or taken for dead.

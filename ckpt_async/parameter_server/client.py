@@ -83,24 +83,25 @@ class ParameterClient(Participant):
         super().__init__(transport, coordinator, "worker", storage_options=storage_options)
         training = self.training
         self.committed_snapshot = training.snapshot_id
-        self.parameters = parameters_of(parameters)
-        self.buffers = buffers_of(parameters)
-        self.aliases = aliases_of(parameters)
-        self._batches = batches
-        self._seed = seed
-        self._objects: dict[str, Stateful] = {}
-        self._saved: dict[str, Any] = {}
-        self._pulled_for: UpdateId | None = None
-        self.table = BlockTable(self.parameters.items(), max_block_bytes=max_block_bytes)
-        self._shard_of = {
-            block: shard for shard, blocks in self.table.deal(list(training.shards)).items() for block in blocks
-        }
-        streams = deal_streams(range(training.streams), list(training.workers))[self.name]
-        self._worker = self._take_over(streams) if training.incarnation else self._start(streams)
-        self._begin(self._worker.hello())
-        while not self._worker.can_train:
-            self.check()
-            time.sleep(_IDLE)
+        with self._beginning():
+            self.parameters = parameters_of(parameters)
+            self.buffers = buffers_of(parameters)
+            self.aliases = aliases_of(parameters)
+            self._batches = batches
+            self._seed = seed
+            self._objects: dict[str, Stateful] = {}
+            self._saved: dict[str, Any] = {}
+            self._pulled_for: UpdateId | None = None
+            self.table = BlockTable(self.parameters.items(), max_block_bytes=max_block_bytes)
+            self._shard_of = {
+                block: shard for shard, blocks in self.table.deal(list(training.shards)).items() for block in blocks
+            }
+            streams = deal_streams(range(training.streams), list(training.workers))[self.name]
+            self._worker = self._take_over(streams) if training.incarnation else self._start(streams)
+            self._begin(self._worker.hello())
+            while not self._worker.can_train:
+                self.check()
+                time.sleep(_IDLE)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of what holds it, and what a spawned process gets, holds None: the connection stays here."""
@@ -258,6 +259,10 @@ class ParameterClient(Participant):
         Raises:
             CheckpointError: It ended for another reason.
         """
+        if self._batches is not None and (update := self.upcoming) is not None:
+            logger.warning(
+                "%s ends although batch %d of stream %d was not pushed", self.name, update.seq, update.stream
+            )
         self._transport.send(COORDINATOR, Frame({"kind": "done", "tag": list(self._worker.tag)}))
         try:
             while not self._stopped.wait(_IDLE):
@@ -294,7 +299,8 @@ class ParameterClient(Participant):
 
         Args:
             name: Unique within the worker.
-            stateful: Has ``state_dict`` and ``load_state_dict``. A worker of another name does not get its state.
+            stateful: Has ``state_dict`` and ``load_state_dict``. A worker of another name does not get its state. Its
+                state is taken in :meth:`pull`, which :meth:`RemoteOptimizer.step` ends with.
 
         Raises:
             StateMismatchError: The name is taken.

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _TICK = 0.005  # seconds
 _GOODBYE = 5.0  # seconds to wait for the answer of a participant that shall stop
+_RETRY = 1.0  # seconds after which the last snapshot is tried again
+_PATIENCE = 60.0  # seconds after which it is said why no snapshot begins, if ``every`` is shorter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,7 @@ class TrainingCoordinator:
         # Before the checkpoint is read, which takes its time: others get signs of life meanwhile.
         transport.start(self._receive, self._lost)
         try:
-            self._generation = self.store.claim_generation() if generation is None else generation
+            self._generation = self.store.claim_generation(generation)
             self._resume()
             self.store.clean()
         except BaseException:
@@ -196,13 +198,19 @@ class TrainingCoordinator:
         self._due = time.monotonic()
 
     def _trigger_if_due(self) -> None:
-        all_done = self._done.issuperset(self._workers)
         now = time.monotonic()
-        if self._cuts.obstacle is not None or (now < self._due and not (all_done and self._final is None)):
+        if now < self._due:
+            return
+        if (obstacle := self._cuts.obstacle) is not None:
+            if now - self._due > max(self._every, _PATIENCE):
+                logger.warning(
+                    "no snapshot could begin for %.0f s, and training continues: %s", now - self._due, obstacle
+                )
+                self._due = now
             return
         self._due = now + self._every
         effects = self._cuts.trigger(now)
-        if all_done:
+        if self._done.issuperset(self._workers):
             self._final = self._cuts.open_snapshot
         self._perform(effects)
 
@@ -252,6 +260,8 @@ class TrainingCoordinator:
                     MessageTag(self._generation, 0).check_generation(MessageTag(*content["tag"]))
                     if self._is_current(peer):
                         self._done.add(peer.name)
+                        if self._done.issuperset(self._workers):
+                            self.request_checkpoint()
                 elif content["kind"] == "failed":
                     self._member_failed(peer, content["reason"])
                 else:
@@ -355,6 +365,7 @@ class TrainingCoordinator:
         logger.warning("%s", effect.error.message)
         if self._final == effect.snapshot_id:
             self._final = None
+            self._due = min(self._due, time.monotonic() + _RETRY)
         path = self.store.path(self._generation, effect.snapshot_id)
         notify(self._listeners, SaveFailed(path=path, error=effect.error.message))
         self._began.pop(effect.snapshot_id, None)
@@ -377,6 +388,10 @@ class TrainingCoordinator:
                 self._perform(self._cuts.commit_failed(cut.snapshot_id, f"{type(error).__name__}: {error}"))
             return
         logger.info("%s is committed: %s", path, cut.vector.in_words())
+        if (later := self._later_checkpoint(path)) is not None:
+            with self._lock:
+                self._fail(f"a later start of this training has saved {later}, so this one's checkpoints are of no use")
+            return
         with self._lock:
             seconds = time.monotonic() - self._began.pop(cut.snapshot_id)
             notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
@@ -386,3 +401,10 @@ class TrainingCoordinator:
             self.store.prune(self._keep)
         except CheckpointError as error:
             logger.warning("could not delete old checkpoints: %s", error.message)
+
+    def _later_checkpoint(self, path: str) -> str | None:
+        try:
+            newest = self.store.committed()[:1]
+        except CheckpointError:  # which says nothing about a later start
+            return None
+        return newest[0] if newest and newest != [path] else None

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -168,6 +168,16 @@ class Participant(abc.ABC):
     def _open_checkpoint(self) -> CutCheckpoint | None:
         return None if self.training.checkpoint is None else self.store.open(self.training.checkpoint)
 
+    @contextlib.contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """If what is inside fails, the others learn it, and the connections are closed."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(_as_checkpoint_error(error, f"{self.name} could not begin"))
+            self.close()
+            raise
+
     def _begin(self, effects: list[Effect]) -> None:
         """Everything is in place: take messages from now on."""
         self._ready.set()
@@ -285,6 +295,11 @@ class Participant(abc.ABC):
                 self._perform(settle(snapshot_id, report))
 
         self._writers = [writer for writer in self._writers if writer.is_alive()]
+        if len(self._writers) > 1:  # a storage that hangs must not fill the memory with copies
+            after()
+            reason = f"{len(self._writers)} earlier snapshots, which were given up, are still being written"
+            self._perform(failed(snapshot_id, reason))
+            return
         writer = threading.Thread(target=run, name="ckpt-cut-writer")
         self._writers.append(writer)
         writer.start()

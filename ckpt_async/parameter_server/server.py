@@ -59,26 +59,27 @@ class ParameterServer(Participant):
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(transport, coordinator, "shard", storage_options=storage_options)
-        initial = parameters_of(parameters)
-        self.table = BlockTable(initial.items(), max_block_bytes=max_block_bytes)
-        here = self.table.deal(list(self.training.shards))[self.name]
-        values = self.table.divide({name: tensor.detach() for name, tensor in initial.items()})
-        self.state = ServerState({name: values[name] for name in here}, make_optimizer)
-        positions: Mapping[int, int] = dict.fromkeys(range(self.training.streams), 0)
-        checkpoint = self._open_checkpoint()
-        if checkpoint is not None:
-            with checkpoint:
-                checkpoint.load_into(self.state, self.table)
-                positions = checkpoint.cut.vector
-        self._shard = CutShard(
-            self.name,
-            cast("ShardState", self.state),  # of a copy, which is never copied itself, it has all that is called
-            positions,
-            generation=self.training.generation,
-            snapshot_id=self.training.snapshot_id,
-            options=self.training.options,
-        )
-        self._begin(self._shard.hello())
+        with self._beginning():
+            initial = parameters_of(parameters)
+            self.table = BlockTable(initial.items(), max_block_bytes=max_block_bytes)
+            here = self.table.deal(list(self.training.shards))[self.name]
+            values = self.table.divide({name: tensor.detach() for name, tensor in initial.items()})
+            self.state = ServerState({name: values[name] for name in here}, make_optimizer)
+            positions: Mapping[int, int] = dict.fromkeys(range(self.training.streams), 0)
+            checkpoint = self._open_checkpoint()
+            if checkpoint is not None:
+                with checkpoint:
+                    checkpoint.load_into(self.state, self.table)
+                    positions = checkpoint.cut.vector
+            self._shard = CutShard(
+                self.name,
+                cast("ShardState", self.state),  # of a copy, which is never copied itself, it has all that is called
+                positions,
+                generation=self.training.generation,
+                snapshot_id=self.training.snapshot_id,
+                options=self.training.options,
+            )
+            self._begin(self._shard.hello())
 
     @property
     def version(self) -> int:

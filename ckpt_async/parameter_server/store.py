@@ -62,7 +62,7 @@ class CutCheckpoint:
             InconsistentCutError: A participant's state is not of this cut.
         """
         self._checkpoint.verify()
-        said = [self.participant(rank) for rank in range(self._checkpoint.world_size)]
+        said = [self._checkpoint.peek(_PARTICIPANT, rank=rank) for rank in range(self._checkpoint.world_size)]
         _check_participants(self.cut, [says["name"] for says in said], [says["cut"] for says in said], self.path)
 
     def model(self) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ class CutCheckpoint:
     def load_into(self, state: ServerState, table: BlockTable) -> None:
         """Load the blocks that a shard holds, whichever shards held them when they were saved.
 
-        Of the parameters, only their bytes are read; the optimizers of all shards are.
+        Only their bytes are read, and the whole optimizers of the shards that held them.
 
         Args:
             state: Receives them.
@@ -107,8 +107,8 @@ class CutCheckpoint:
         Raises:
             StateMismatchError: The model is another one, or it is divided in another way.
         """
-        saved_shards = [self.participant(rank) for rank in range(len(self.cut.shards))]
-        saved = saved_shards[0]["blocks"]
+        shards = [self._checkpoint.peek(_PARTICIPANT, rank=rank) for rank in range(len(self.cut.shards))]
+        saved = shards[0]["blocks"]
         here = table.describe()
         if saved != here:
             wrong = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))[:5]
@@ -118,9 +118,11 @@ class CutCheckpoint:
                 remedy="resume with the same model and the same max_block_bytes",
             )
         self._checkpoint.load(_MODEL, into=dict(table.shapes), local=_held(table, state.parameters))
-        for saved_shard in saved_shards if state.parameters else ():
-            state.load_optimizer(saved_shard["optimizer"])
-            state.apply_recorded(saved_shard["recorded"])
+        for rank, shard in enumerate(shards):
+            if not state.parameters.keys().isdisjoint(shard["optimizer"]["state"]):
+                participant = self.participant(rank)
+                state.load_optimizer(participant["optimizer"])
+                state.apply_recorded(participant["recorded"])
 
     def close(self) -> None:
         """Close the files."""
@@ -150,24 +152,31 @@ class CutStore:
 
     # ---- starting ----------------------------------------------------------------------------------------------------
 
-    def claim_generation(self) -> int:
+    def claim_generation(self, generation: int | None = None) -> int:
         """A number that no start of this training had before, and none will have again.
 
+        Args:
+            generation: The number, where the caller counts the starts. None finds one, which needs a filesystem.
+
         Raises:
-            CheckpointError: The root is an object store, not all of which can claim a name.
+            CheckpointError: The root is an object store, not all of which can claim a name; or the number does not
+                grow, so that older checkpoints would be taken for newer ones.
         """
-        if self._saves.is_remote:
-            raise CheckpointError(
-                "a generation can only be claimed on a filesystem",
-                path=self.root,
-                remedy="pass generation=, a number that grows with each start of the whole training",
-            )
-        directory = os.path.join(self.root, _GENERATIONS)
-        os.makedirs(directory, exist_ok=True)
+        grows = "pass generation=, a number that grows with each start of the whole training"
+        if generation is None and self._saves.is_remote:
+            raise CheckpointError("a generation can only be claimed on a filesystem", path=self.root, remedy=grows)
         # Of a copy of the checkpoints alone, only their names tell which generations there were.
         known = {number[0] for path in self._saves.directories() if (number := _number(path)) is not None}
+        if generation is not None:
+            if generation <= (newest := max(known, default=generation - 1)):
+                told = f"this start has generation {generation}, and there are checkpoints of generation {newest}"
+                raise CheckpointError(told, path=self.root, remedy=grows)
+            return generation
+        directory = os.path.join(self.root, _GENERATIONS)
+        os.makedirs(directory, exist_ok=True)
         while True:
-            generation = 1 + max(known.union(int(name) for name in os.listdir(directory)), default=0)
+            claimed = {int(name) for name in os.listdir(directory) if name.isdecimal()}
+            generation = 1 + max(known | claimed, default=0)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(directory, str(generation)))
                 return generation

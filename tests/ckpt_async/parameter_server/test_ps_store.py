@@ -14,7 +14,7 @@ import torch
 from ckpt_async.consistent_cut import COORDINATOR, ConsistentCut, InconsistentCutError, VectorClock
 from ckpt_async.parameter_server import CutStore, SocketTransport, TrainingCoordinator
 from ckpt_async.parameter_server.model import BlockTable
-from ckpt_core.errors import CheckpointCorruptedError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
 from tests.support.damage import flip_bit
 
 PARAMETERS = {"weight": torch.arange(64.0)}
@@ -179,3 +179,21 @@ def test_a_commit_of_another_count_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(InconsistentCutError, match="the state of s0 is at"):
         write(store, 1, 1)
     assert store.committed() == []
+
+
+@pytest.mark.parametrize("generation", [1, 5])
+def test_a_generation_that_does_not_grow_is_refused(
+    tmp_path: Path, transport: SocketTransport, generation: int
+) -> None:
+    """Its checkpoints would be taken for older ones, deleted first, and not be resumed from."""
+    write(CutStore(tmp_path), 5, 7)
+    with pytest.raises(CheckpointError, match=f"generation {generation}, and there are checkpoints of generation 5"):
+        TrainingCoordinator(transport, tmp_path, streams=2, shards=["s0"], workers=["w0", "w1"], generation=generation)
+    assert CutStore(tmp_path).claim_generation(6) == 6
+
+
+def test_a_stranger_among_the_generations_is_left_alone(tmp_path: Path) -> None:
+    store = CutStore(tmp_path)
+    assert store.claim_generation() == 1
+    (tmp_path / ".ckpt-generations" / ".DS_Store").touch()
+    assert store.claim_generation() == 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,17 +20,22 @@ from ckpt_async.consistent_cut import COORDINATOR, CutOptions, InconsistentCutEr
 from ckpt_async.consistent_cut.messages import PushHeader, encode_message
 from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server import (
+    CutCheckpoint,
     CutStore,
     Frame,
+    ParameterClient,
+    ParameterServer,
     Peer,
     PeerLostError,
     RemoteOptimizer,
     SocketTransport,
     TrainingCoordinator,
+    coordinator,
 )
 from ckpt_async.parameter_server.model import BlockTable
-from ckpt_async.parameter_server.state import ServerState
+from ckpt_async.parameter_server.state import ServerState, ShadowState
 from ckpt_core.errors import CheckpointError, StateMismatchError
+from ckpt_core.events import SaveCommitted, SaveFailed, SaveStarted
 from tests.ckpt_async.parameter_server.training_threads import (
     LIMIT,
     Counts,
@@ -161,6 +169,18 @@ def test_misuse_is_explained(threads: Callable[..., Threads]) -> None:
     client.close()
 
 
+def test_who_ends_before_its_data_does_is_told(
+    threads: Callable[..., Threads], caplog: pytest.LogCaptureFixture
+) -> None:
+    training = threads(workers=1)
+    model = Counts()
+    with training.client("worker-0", model) as client:
+        train(client, model, until=5)
+        client.finish()
+    assert "worker-0 ends although batch 6 of stream 0 was not pushed" in caplog.text
+    assert dict(training.run.result(LIMIT).vector) == {0: 5, 1: 5}
+
+
 def test_who_does_not_belong_here_is_refused(threads: Callable[..., Threads]) -> None:
     training = threads(workers=1)
     with pytest.raises(CheckpointError, match="no worker of that name"):
@@ -179,6 +199,30 @@ def test_another_division_into_blocks_is_refused(threads: Callable[..., Threads]
     parameters = dict(Counts().named_parameters())
     with checkpoint, pytest.raises(StateMismatchError, match="max_block_bytes"):
         checkpoint.load_into(ServerState(parameters, make_optimizer), BlockTable(parameters.items()))
+
+
+def test_a_shard_reads_the_optimizers_of_its_blocks_only(
+    threads: Callable[..., Threads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = threads(workers=2)
+    training.finish()
+    read: list[int] = []
+    participant = CutCheckpoint.participant
+
+    def note(checkpoint: CutCheckpoint, rank: int) -> dict[str, Any]:
+        read.append(rank)
+        return participant(checkpoint, rank)
+
+    monkeypatch.setattr(CutCheckpoint, "participant", note)
+    for rank, server in enumerate(training.servers):
+        with training.coordinator.store.newest() as checkpoint:  # type: ignore[union-attr]
+            assert read == []  # all are verified, and the coordinator holds none of them
+            again = ServerState(server.state.parameters, make_optimizer)
+            checkpoint.load_into(again, server.table)
+        assert read == [rank]
+        read.clear()
+        for name, value in server.state.parameters.items():
+            assert torch.equal(again.parameters[name], value) and value.any()
 
 
 def test_another_number_of_streams_is_refused(threads: Callable[..., Threads], tmp_path: Path) -> None:
@@ -240,6 +284,133 @@ def test_no_two_starts_have_the_same_generation(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()  # loading what serves a URL lists directories, too, and would wait for somebody else
     with pytest.raises(CheckpointError, match="pass generation="):
         CutStore("memory://somewhere").claim_generation()
+
+
+@pytest.mark.parametrize("who", ["shard-1", "worker-0"])
+def test_who_cannot_begin_says_so_and_nobody_waits_for_it(tmp_path: Path, who: str) -> None:
+    """Also where its process lives on, so that its connections stay."""
+    transport = SocketTransport(COORDINATOR)
+    coordinator = TrainingCoordinator(
+        transport, tmp_path, streams=1, shards=["shard-0", "shard-1"], workers=["worker-0"]
+    )
+
+    def begin(name: str) -> None:
+        own = SocketTransport(name, connect_timeout=5.0)
+        max_block_bytes = 0 if name == who else None
+        parameters = Counts().named_parameters()
+        if name == "worker-0":
+            ParameterClient(own, transport.address, parameters, max_block_bytes=max_block_bytes).finish()
+        else:
+            ParameterServer(own, transport.address, parameters, make_optimizer, max_block_bytes=max_block_bytes).run()
+
+    with ThreadPoolExecutor(4) as pool:
+        running = pool.submit(coordinator.run)
+        others = {name: pool.submit(begin, name) for name in ("shard-0", "shard-1", "worker-0")}
+        with pytest.raises(CheckpointError, match=f"{who} could not begin: ValueError: max_block_bytes=0"):
+            running.result(LIMIT)
+        for name, other in others.items():
+            error = other.exception(LIMIT)
+            assert isinstance(error, ValueError if name == who else CheckpointError), (name, error)
+
+
+# ---- snapshots that cannot be taken ----------------------------------------------------------------------------------
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_is_said_why_no_snapshot_begins(
+    threads: Callable[..., Threads], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_PATIENCE", 0.1)
+    training = threads(workers=2)
+    client = training.client("worker-0")
+    wait_for(lambda: "no snapshot could begin" in caplog.text)
+    client.close()
+    (said,) = {record.getMessage().partition(": ")[2] for record in caplog.records if "begin for" in record.msg}
+    assert said == "stream 1 has 0 workers"
+
+
+def test_the_last_snapshot_is_tried_again_but_not_all_the_time(
+    threads: Callable[..., Threads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_RETRY", 0.2)
+    training = threads(workers=1, every=3600.0)
+    events: list[tuple[type, float]] = []
+    training.coordinator._listeners = [lambda event: events.append((type(event), time.monotonic()))]
+    write = CutStore.write
+
+    def fill_up(store: CutStore, *where: int, rank: int, **what: Any) -> str:
+        if rank == 2 and len(events) < 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(store, *where, rank=rank, **what)
+
+    monkeypatch.setattr(CutStore, "write", fill_up)
+    assert dict(training.finish().vector) == {0: 12, 1: 12}
+    assert [kind for kind, _ in events] == [
+        SaveStarted,
+        SaveFailed,
+        SaveStarted,
+        SaveFailed,
+        SaveStarted,
+        SaveCommitted,
+    ]
+    assert events[2][1] - events[1][1] > 0.19 and events[4][1] - events[3][1] > 0.19
+
+
+def test_a_storage_that_hangs_does_not_fill_the_memory_with_copies(
+    threads: Callable[..., Threads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = threads(workers=1, every=0.01, options=CutOptions(snapshot_timeout=0.2))
+    failed: list[str] = []
+    training.coordinator._listeners = [
+        lambda event: failed.append(event.error) if isinstance(event, SaveFailed) else None
+    ]
+    is_back = threading.Event()
+    copies: list[ServerState] = []
+    write, make = CutStore.write, ShadowState.__init__
+
+    def hang(store: CutStore, *where: int, rank: int, **what: Any) -> str:
+        if rank == 0:
+            assert is_back.wait(LIMIT)
+        return write(store, *where, rank=rank, **what)
+
+    def count(shadow: ShadowState, live: ServerState, make_optimizer: Any) -> None:
+        copies.append(live)
+        make(shadow, live, make_optimizer)
+
+    monkeypatch.setattr(CutStore, "write", hang)
+    monkeypatch.setattr(ShadowState, "__init__", count)
+    client = training.client("worker-0")
+    while len(failed) < 8:
+        client.pull()
+    assert copies.count(training.servers[0].state) == 3
+    assert "2 earlier snapshots, which were given up, are still being written" in failed[-1]
+    is_back.set()
+    while client.committed_snapshot == 0:
+        client.pull()
+    client.close()
+    assert_counts(training.coordinator.store)
+
+
+def test_a_start_that_was_overtaken_ends(threads: Callable[..., Threads], tmp_path: Path) -> None:
+    first = threads(workers=1, every=3600.0)
+    client = first.client("worker-0")
+    later = threads(workers=1)
+    later.finish()
+    (newest, *_) = later.coordinator.store.committed()
+    first.coordinator.request_checkpoint()
+    with pytest.raises(CheckpointError, match=re.escape(f"a later start of this training has saved {newest}")):
+        while True:
+            client.pull()
+    with pytest.raises(CheckpointError, match="a later start"):
+        first.run.result(LIMIT)
+    assert first.coordinator.store.committed()[0] == newest
+    client.close()
 
 
 # ---- the transport ---------------------------------------------------------------------------------------------------
