@@ -156,7 +156,8 @@ class Source:
     def set_in(self, name: str) -> set[str]:
         """Return the names of the functions that set it unconditionally, without having read it.
 
-        Also of the methods that call one of these of their own object, always or in some steps or epochs.
+        Also of the methods that call one of these, always or in some steps or epochs, of their own object or of what it
+        has (``self.updater.update()``).
         """
         found, ahead = set[str](), [*self._reader.set_in.get(name, ())]
         while ahead:
@@ -298,7 +299,7 @@ class _Reader(ast.NodeVisitor):
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.set_in: dict[str, set[str]] = collections.defaultdict(set)
         self.taken_in: dict[str, set[str]] = collections.defaultdict(set)  # "" for those that set it in another way
-        self.called_by: dict[str, set[str]] = collections.defaultdict(set)  # of the same object, as in set_in()
+        self.called_by: dict[str, set[str]] = collections.defaultdict(set)  # as in set_in()
         # to which constant, by which function, and whether unconditionally
         self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
         # what functions do, one after the other, by their names, and hooks from an evaluation's start to its end
@@ -482,7 +483,8 @@ class _Reader(ast.NodeVisitor):
         of = {"setdefault": self.filled_once, "cache_clear": self.cleared}.get(called)
         if of is not None:
             of.add(str(owner))
-        is_own = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
+        on = getattr(node.func, "value", None)
+        is_own = getattr(on, "id", getattr(getattr(on, "value", None), "id", "")) == "self"  # or of what that has
         if is_own and self._functions and self._depth - self._periods == self._scopes[-1].depth:
             self.called_by[called].add(self._functions[-1][0].partition(":")[0])
         changes = owner is not None and (called in _CHANGES or called.endswith("_"))

@@ -582,12 +582,20 @@ class Notes:
             self.file.close()
 
 
+class Updater:
+    def __init__(self) -> None:
+        self.late_tau = 1.0
+
+    def update(self, step: int) -> None:
+        self.late_tau = 1 - step / 200
+
+
 class SetsForTheNextStep(Model):
     """Sets in late hooks what early ones use, as published code does; a file is opened in each process."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__({"val": True})
-        self.notes = Notes(directory / "notes")
+        self.notes, self.updater = Notes(directory / "notes"), Updater()
         self.late_factor, self.late_level, self.late_scale, self.late_began = 1.0, 0, torch.ones(1), 0.0
         self.late_weight = self.late_share = 1.0
 
@@ -599,11 +607,13 @@ class SetsForTheNextStep(Model):
         self.notes.add(f"{batch_idx} ")
         self.took = time.perf_counter() - self.late_began
         parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) * self.late_weight * self.late_share
-        return super().training_step(batch, batch_idx) * parts * self.late_part
+        return super().training_step(batch, batch_idx) * parts * self.late_part * self.updater.late_tau
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.late_scale = torch.full((1,), 1 + self.trainer.current_epoch / 10)
-        self.late_scale += self.trainer.global_step - self.late_step  # it was set by the step before
+        if self.trainer.global_step > self.late_step:
+            self.late_scale += self.trainer.global_step - self.late_step
+            self.updater.update(self.trainer.global_step)
         self.late_step = self.trainer.global_step
         self.anneal()
 

@@ -307,6 +307,7 @@ class Model:
         if self.is_late():
             self.slow_down()
         other.shrink()
+        self.lamp.shine(self.trainer.step)
         if self.trainer.global_step < 100:
             self.reset()
         else:
@@ -331,6 +332,10 @@ class Model:
     def shrink(self):
         self.size = self.trainer.step / 10
 
+class Lamp:
+    def shine(self, step):
+        self.light = step / 10
+
 class Other:
     def __init__(self):
         self.received = 0
@@ -340,6 +345,7 @@ class Other:
     assert source.set_in(".heat") == {"on_train_batch_end", "anneal", "cool"}
     assert source.set_in(".speed") == {"slow_down"}
     assert source.set_in(".size") == {"shrink"}
+    assert source.set_in(".light") == {"on_train_batch_end", "shine"}
     assert source.set_in(".warmth") == {"on_train_batch_end", "warm"}
     assert source.set_in(".received") == {"__init__"}
 
