@@ -256,7 +256,7 @@ def test_memory_that_a_container_has_not_is_not_taken(tmp_path: Path, monkeypatc
     assert in_memory.available_memory() == (2**20 + 2**19, 10 * 2**20)
     tier = tier_of(tmp_path)
     tier.begin()
-    with pytest.raises(StorageError, match=r"of 10\.5 MB only 1\.6 MB are available"):
+    with pytest.raises(StorageError, match=r"1\.6 MB of 10\.5 MB are available"):
         take(tier, 1)
     (tmp_path / "max").write_text("max\n")
     assert in_memory.available_memory()[1] > 10 * 2**20
