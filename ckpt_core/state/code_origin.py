@@ -15,8 +15,9 @@ _NAMES = """
     clearml collections comet_ml concurrent contextlib ctypes datetime decimal diffusers.pipelines
     diffusers.schedulers dvclive enum fsspec h5py importlib io itertools lightning lightning_ckpt lightning_fabric
     lmdb logging loguru matplotlib mlflow multiprocessing neptune numpy pandas pathlib pyarrow pydantic
-    pytorch_lightning queue re rich s3fs selectors socket sqlite3 ssl subprocess swanlab tensorboard tensorboardX
-    threading tokenizers torch torchmetrics tqdm trackio transformers typing wandb weakref zoneinfo
+    pytorch_lightning queue re rich s3fs selectors sentence_transformers socket sqlite3 ssl subprocess swanlab
+    tensorboard tensorboardX threading tokenizers torch torchmetrics tqdm trackio transformers typing wandb weakref
+    zoneinfo
 """
 _LIBRARIES = frozenset(_NAMES.split())
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
