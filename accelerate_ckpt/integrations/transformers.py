@@ -542,10 +542,14 @@ class ResumableCallback(TrainerCallback):
             stock()
             return
         log.info("loading the best model from %s (score: %s)", best, trainer.state.best_metric)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        checkpoint = session.checkpointer.load(best)
-        with checkpoint:
-            load_model(model, checkpoint, indexed("model", 0), rank=session.rank)
+        self._load_weights(best)
+
+    def _load_weights(self, path: Any) -> None:
+        session = self._session
+        if session.checkpointer.exists(path):
+            model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+            with session.checkpointer.load(path) as checkpoint:
+                load_model(model, checkpoint, indexed("model", 0), rank=session.rank)
 
     def _newest(self) -> str:
         """Return the newest checkpoint that can be used; called on all ranks together."""
@@ -620,7 +624,16 @@ def _below_overrides(kind: type) -> type:
     """Return the class of a Trainer with :class:`_BelowOverrides` between the subclasses of ``Trainer`` and itself."""
     if issubclass(kind, _BelowOverrides):
         return kind
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    names: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    override: Callable[..., None] = getattr(kind, "_load_from_checkpoint")  # noqa: B009
+    if override is not Trainer._load_from_checkpoint:
+
+        def load_from_checkpoint(self: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+            override(self, path, *args, **kwargs)
+            # that of SentenceTransformerTrainer, also for the best model, looks for weights in files of another kind
+            self._resumable_callback._load_weights(path)
+
+        names["_load_from_checkpoint"] = load_from_checkpoint
     bases = (_BelowOverrides,) if kind is Trainer else (kind, _BelowOverrides)
     return type(kind.__name__, bases, names)
 

@@ -734,6 +734,26 @@ def test_what_subclasses_override_is_called(tmp_path: Path) -> None:
     assert names == {"model.safetensors", "training_args.bin", "extra.json", "value_head.json"}
 
 
+class ReadsItsOwn(Trainer):
+    """Makes a model of the files in a checkpoint, as sentence-transformers does, and finds no weights of its own."""
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        self.model.load_state_dict(Network().state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def test_the_best_model_is_that_of_the_checkpoint_where_a_subclass_reads_files_of_another_kind(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "max_steps": 6}
+    ends = []
+    for kind in (Trainer, ReadsItsOwn):
+        trainer = trainer_for(tmp_path / kind.__name__, kind=kind, **best)
+        trainer.train()
+        ends.append(weights(trainer))
+    assert_same(*ends)
+
+
 def test_weights_that_a_subclass_writes_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_for(tmp_path, kind=WritesWeights, max_steps=3)
     trainer.train()
