@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dis
 import functools
+import itertools
 import linecache
 import re
 import types
@@ -179,12 +180,30 @@ class Source:
         """Return whether it is a time, or another thing of this process alone, or comes of one."""
         return any(name in self._comes_to(one) for one in self._reader.of_clocks)
 
+    @functools.cached_property
+    def _mentions(self) -> dict[str, set[str]]:
+        """The names of the functions that set, read or call something, by its name."""
+        found: dict[str, set[str]] = collections.defaultdict(set)
+        for function, each in self._reader.runs.items():
+            for one in itertools.chain.from_iterable(each):
+                found[one.what].add(function)
+        return found
+
     def is_put_aside(self, name: str) -> bool:
         """Whether whatever reads it does so after it was set anew, by the same call of a function or in one evaluation.
 
         So it is with the weights that are put aside while others are evaluated.
         """
-        runs, setters, readers = self._reader.runs, set[str](), set[str]()
+        every, setters, readers = self._reader.runs, set[str](), set[str]()
+        by = self._mentions.get(name, set()) - _AT_START
+        if not any(one.kind == "set" and one.what == name for f in by for run in every[f] for one in run):
+            return False
+        near, ahead = set[str](), [name]
+        while ahead:
+            new = self._mentions.get(ahead.pop(), set()) - near
+            near |= new
+            ahead += new
+        runs = {function: every[function] for function in near}
 
         def sets(one: _Event) -> bool:
             return one.what == name if one.kind == "set" else one.kind == "call" and one.what in setters
