@@ -13,6 +13,7 @@ on the given Trainer only:
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
                             strategy wrote
 ``_load_best_model``        the same, and with the last save still in the background
+``_load_rng_state``         it would say that it finds no generators, and that the resume may not be exact
 ``_run_epoch``              a run that is resumed after its last step, within an epoch, would take another one; and
                             the passes over a stream without a length count as one epoch
 ``_maybe_log_save_``        with the option ``just_in_time``: what it logs and draws is part of the step
@@ -607,6 +608,10 @@ class _BelowOverrides(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         self._resumable_callback._load_from_checkpoint(super()._load_from_checkpoint, resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if not self._resumable_callback._resumed:
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         self._resumable_callback._load_best_model(super()._load_best_model)

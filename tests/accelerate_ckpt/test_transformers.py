@@ -413,6 +413,18 @@ def test_a_checkpoint_of_the_trainer_alone_can_be_resumed(tmp_path: Path) -> Non
     assert (tmp_path / "checkpoint-9/manifest.json").exists()
 
 
+def test_the_trainer_looks_for_generators_in_checkpoints_of_its_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_in: list[str] = []
+    monkeypatch.setattr(Trainer, "_load_rng_state", lambda _, path: looked_in.append(path))
+    for callback in (True, False):
+        trainer_for(tmp_path / str(callback), callback=callback, max_steps=3).train()
+        looked_in.clear()
+        trainer_for(tmp_path / str(callback), max_steps=4).train(resume_from_checkpoint=True)
+        assert bool([path for path in looked_in if path]) == (not callback)
+
+
 def test_old_checkpoints_go_when_the_new_one_is_durable_and_the_best_one_stays(tmp_path: Path) -> None:
     best = []
 
