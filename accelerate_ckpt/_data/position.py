@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import sys
 import threading
@@ -397,7 +398,7 @@ class LoaderPosition:
             "in_last_body": in_last_body,
             "next": self._next_digests() if inside else None,
             "interrupted": phase == LEFT and self._was_interrupted(),
-            **(self._capture_counts() if phase == INSIDE else {}),
+            **self._capture_counts(is_inside=phase == INSIDE),
             **(self._capture_inside() if inside else _NOTHING_INSIDE),
         }
 
@@ -435,19 +436,22 @@ class LoaderPosition:
         is_end = error is not None and not isinstance(error, Exception) and id(error) != self._handled
         return is_end and self._run.uses.count == self._uses_when_left
 
-    def _capture_counts(self) -> dict[str, Any]:
-        """Capture which variables of the script count this iteration's batches, from 0 or 1."""
+    def _capture_counts(self, *, is_inside: bool) -> dict[str, Any]:
+        """Capture which variables of the script count this iteration's batches, from 0 or 1.
+
+        As text: what a rank has noted is told from what another one has, key by key.
+        """
         self._note_window()
-        found = {name: count - self._steps + 1 for name, count in loop_counts().items()}
+        found = {name: count - self._steps + 1 for name, count in (loop_counts().items() if is_inside else ())}
         counts = {name: one for name, one in found.items() if one in (0, 1)}
-        return {"counts": counts, "window": self._window, "closes": self._closes}
+        return {"counts": json.dumps(counts), "window": self._window, "closes": self._closes}
 
     def _compare_counts(self, state: Mapping[str, Any]) -> None:
         """Say which of them count from the beginning, although the iteration has continued, where windows follow them.
 
         A script that steps after every batch mostly only tells people of such a number.
         """
-        steps, counts, window = int(state["steps"]), state.get("counts"), int(state.get("window", 1))
+        steps, counts, window = int(state["steps"]), json.loads(state.get("counts", "{}")), int(state.get("window", 1))
         if counts and window > 1 and self._resumed is not None and self._steps == steps + 1 > 1:
             begun = {name for name, count in loop_counts().items() if count == counts.get(name)}
             if names := loop_counts(deciding=begun) if begun else ():
