@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core.errors import CheckpointError, StateMismatchError
@@ -49,6 +50,11 @@ _SLACK = 4096  # numbers of generators are written with as many digits as they h
 _STARTED_BEFORE = (
     "persistent workers of a training data loader were started before this fit, so their random generators are not "
     "known (make a new DataLoader for each fit)"
+)
+
+_BUFFER = (
+    "the state of a dataset of the datasets library lacks its shuffle buffer, whose samples are left out (use a "
+    "DataLoader without a state, which reads again)"
 )
 
 _READS_ON = (
@@ -122,6 +128,26 @@ def has_no_dataset_state(state: Any) -> bool:
     return False
 
 
+def _copied(state: Any) -> Any:
+    """Return a state whose dictionaries are not those of an object that may change them."""
+    return {key: _copied(value) for key, value in state.items()} if type(state) is dict else state
+
+
+def _is_of(library: str, loader: object) -> bool:
+    return any(base.__module__.startswith(library) for base in type(loader).__mro__)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    left = [getattr(dataset, "_ex_iterable", None)]
+    while left:
+        examples = left.pop()
+        if type(examples).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+        left += [one for one in inner if one is not None]
+    return False
+
+
 def _drawn(current: SamplerPass | None) -> int:
     return 0 if current is None else current.drawn
 
@@ -137,6 +163,9 @@ class LoaderTracker:
         self.workers = int(getattr(loader, "num_workers", 0) or 0)
         self.persistent = bool(getattr(loader, "persistent_workers", False)) and self.workers > 0
         self.is_loader = isinstance(loader, DataLoader)
+        # its passes begin afresh in new workers, and asking it for its state makes its iterator
+        self._is_of_torchdata = _is_of("torchdata.stateful", loader)
+        self._is_of_litdata = _is_of("litdata.", loader)
         dataset = getattr(loader, "dataset", None)
         self.iterable = isinstance(dataset, IterableDataset) or not self.is_loader
         self.method: Method = self._choose_method(dataset, replay)
@@ -151,6 +180,8 @@ class LoaderTracker:
         self._next_workers: list[Any] = []
         self._resumed_workers: list[Any] = []
         self._problem: str | None = None
+        self._has_loaded = False
+        self._loaded: dict[str, Any] | None = None  # from which the first batch is to be read
         self._state_before_pass: Mapping[str, Any] | None = None
         self.sampler: RecordingSampler | None = None
         owners = {"": dataset, "collate_fn": loader.collate_fn} if self.is_loader else {"": loader}
@@ -183,7 +214,7 @@ class LoaderTracker:
         self._set(name, self.sampler)
 
     def _wrap_dataset(self, dataset: Any) -> None:
-        if self.method == "load" and self.workers:
+        if self.method == "load" and self.workers and self._is_of_torchdata:
             if self.iterable:
                 if is_stateful(dataset):
                     self._set("dataset", RngIterableDataset(dataset))
@@ -192,15 +223,24 @@ class LoaderTracker:
 
     def release(self) -> None:
         """Give the loader back as it was."""
-        for name, value in self._original.items():
-            vars(self.loader)[name] = value
-        self._original.clear()
+        for name in list(self._original):
+            self._reset(name)
+
+    def _reset(self, name: str) -> None:
+        if name in self._original:
+            vars(self.loader)[name] = self._original.pop(name)
 
     # ---- following ---------------------------------------------------------------------------------------------------
 
     def begin_pass(self, started: int = 0) -> None:
         """Tell that the loader's iterator is about to be made (``started``: at which fetch of the epoch)."""
+        if self.method == "load":
+            self._reset("generator")
+            if self._has_loaded:
+                self._forget_loaded()
         self._begun_rng = RngState.capture()
+        if self.method == "load" and self.persistent and self.passes and not self.alive:
+            self._draw_seed_apart()
         self.started = started
         self._state_before_pass = self._state_between_passes()
         self._marks = 0
@@ -226,6 +266,7 @@ class LoaderTracker:
         if self._collate is not None:
             # later workers of the same loader begin afresh
             self._collate.resume, self._collate.throwaway = [], 0
+        self._reset("restart_on_stop_iteration")
 
     def restarted(self, fetch: int, before: LoaderMark) -> None:
         """Tell that the loader was exhausted and began again while batch ``fetch`` of the epoch was fetched."""
@@ -264,7 +305,7 @@ class LoaderTracker:
         self._marks += 1
         if self._marks > 1 and self._marks & (self._marks - 1) == 0 and self.workers == 0:
             self.carried.look()  # batches may have made generators, the first ones above all
-        state = self.loader.state_dict() if self.method == "load" else None
+        state, self._loaded = (self._loaded or self._state()) if self.method == "load" else None, None
         here = self.workers == 0 and self.carried.has_generators
         return LoaderMark(self.started, self._pass(), state, self.carried.generators() if here else {})
 
@@ -328,12 +369,14 @@ class LoaderTracker:
 
     def _state_between_passes(self) -> dict[str, Any] | None:
         """The loader's own state, if its next pass depends on it."""
-        if self.method != "load" or (self.workers and not self.persistent):
+        if self.method != "load" or (self._is_of_torchdata and self.workers and not self.persistent):
             return None
-        if self.is_loader and getattr(self.loader, "_iterator", None) is None:
-            # asking would make the iterator
+        if self.is_loader and (self.loader._iterator is None if self._is_of_torchdata else self.passes == 0):
             return None
-        return dict(self.loader.state_dict())
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return _copied(self.loader.state_dict() or {})
 
     def _common(self) -> dict[str, Any]:
         state: dict[str, Any] = {"type": type(self.loader).__name__, "num_workers": self.workers, "length": None}
@@ -404,6 +447,9 @@ class LoaderTracker:
         if state.get("draws_throughout") and self.workers:
             return "the sampler draws from the global random generators with every batch, ahead of its workers"
         left_early = (state.get("state") or {}).get("_iterator_finished") is False
+        is_continued = self.method == "load" and state["position"] and not self._reads_again(state)
+        if is_continued and _has_shuffle_buffer(getattr(self.loader, "dataset", None)):
+            return _BUFFER
         if state.get("between") and left_early and self.iterable:
             return "a stateful loader was left before its end, and its dataset may not begin each pass afresh"
         if not getattr(self.loader, "in_order", True):
@@ -432,7 +478,7 @@ class LoaderTracker:
 
     def _reads_again(self, state: Mapping[str, Any]) -> bool:
         if self.method == "load" and self.iterable and self.is_loader:
-            return state["position"] > 0 and has_no_dataset_state(state["state"])
+            return state["position"] > 0 and (not state["state"] or has_no_dataset_state(state["state"]))
         return self.method == "replay"
 
     def batches_to_read_again(self, state: Mapping[str, Any]) -> int:
@@ -457,9 +503,11 @@ class LoaderTracker:
             self.sampler.undo_seed = self.persistent and self.passes > 1
         if self.method == "load" and not self._reads_again(state):
             if position:
-                self.loader.load_state_dict(dict(state["state"]))
+                self._load(state["state"])
+                self._draw_seed_apart()  # maybe as late as for the first batch
             else:
                 self._close_pass(state["state"])
+                self._state_before_pass = state["state"]
                 self._begun_rng.restore()
         return drop
 
@@ -519,13 +567,40 @@ class LoaderTracker:
             self.sampler.live = None
 
     def _close_pass(self, state: Mapping[str, Any] | None) -> None:
-        if state is None:
+        if not state:
             return
         if not self.iterable and self.workers == 0 and state.get("dataset_state") is not None:
             self.loader.dataset.load_state_dict(state["dataset_state"])
             return
-        self.loader.load_state_dict(dict(state))
-        if self.is_loader:
+        self._load(state)
+        if not self._is_of_litdata and (self.is_loader or "restart_on_stop_iteration" in self._original):
             # whether or not the pass had said that it was over, and whatever the data set does when it is iterated over
             # for the first time after its state was loaded, the next pass is a pass of its own
             next(iter(self.loader), None)
+        self._forget_loaded()
+
+    def _draw_seed_apart(self) -> None:
+        """Let the seed of new workers be drawn from no global generator, where the run that saved drew none."""
+        if self.is_loader and not self._is_of_torchdata and self.loader.generator is None and self._begun_rng:
+            generator = torch.Generator()
+            generator.set_state(self._begun_rng.torch_cpu)
+            self._set("generator", generator)
+
+    def _forget_loaded(self) -> None:
+        """Let no later pass begin where the one of a loaded state did."""
+        dataset = getattr(self.loader, "dataset", None)
+        if hasattr(dataset, "_starting_state_dict"):  # of the datasets library
+            dataset._starting_state_dict = None
+        if self._is_of_litdata:
+            self.loader.restore = False  # which it is until a pass was read past its end
+        self._loaded = None
+        self._reset("restart_on_stop_iteration")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if self._is_of_litdata:
+            self.loader.dataset.set_epoch(state["current_epoch"])  # which only the copies of workers would have
+        self._has_loaded, self._loaded = True, _copied(dict(state))
+        self.loader.load_state_dict(_copied(dict(state)))
+        if hasattr(self.loader, "restart_on_stop_iteration"):
+            # torchdata's nodes would look for a batch at once, with other generators than the run that saved
+            self._set("restart_on_stop_iteration", False)

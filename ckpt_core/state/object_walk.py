@@ -32,7 +32,11 @@ _SAMPLE = 64
 _MOST_SHARED = (1 << 18) + 1  # numbers: one more than are captured
 
 # collators of transformers draw masks from a generator of theirs, and the Trainer wraps them
-_ENTERED = ("torch.utils.data", "torch.nn", "transformers.data.data_collator", "transformers.trainer_utils")
+# and stages of webdataset shuffle with a generator, or a count of the epochs
+_ENTERED = (
+    *("torch.utils.data", "torch.nn", "webdataset."),
+    *("transformers.data.data_collator", "transformers.trainer_utils"),
+)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_GENERATORS = frozenset({*_SCALARS, *_CONTAINERS, torch.Tensor, types.FunctionType, types.MethodType})
@@ -256,6 +260,9 @@ def reach(
         elif isinstance(child, SynchronizedBase):
             if plain and not in_functions and is_plain(value := shared_value(child, _MOST_SHARED)):
                 yield Found(path, value, functools.partial(_share, child))
+        elif type(child).__name__ == "SharedScalar" and type(child).__module__.startswith("streaming."):
+            if plain and not in_functions:  # in which mosaicml-streaming counts the epochs
+                yield Found(path, child.get().item(), child.set)
         else:
             yield from walk(child, path, depth)
 

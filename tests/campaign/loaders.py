@@ -52,7 +52,8 @@ def _nodes(kind: str) -> Callable[[], Any]:
         from torch.utils.data import RandomSampler
         from torchdata import nodes
 
-        items = Items()
+        # what a thread draws comes at a time of its own
+        items = Items() if kind != "prefetch" else Items(draw=lambda: torch.zeros(8))
         generator = torch.Generator().manual_seed(3) if kind == "generator" else None
         sampler = RandomSampler(items, generator=generator)  # type: ignore[arg-type]
         node: Any = nodes.SamplerWrapper(sampler)
@@ -113,7 +114,7 @@ def _webdataset(workers: int = 0, **settings: Any) -> Callable[[], Any]:
 
         data: Any = webdataset.WebDataset(_shards() + "/{0..3}.tar", **settings)
         if settings.get("shardshuffle"):
-            data = data.shuffle(12)
+            data = data.compose(webdataset.detshuffle(12, seed=3))
         data = data.decode().to_tuple("x.pth", "cls").batched(8)
         return DataLoader(data, batch_size=None, num_workers=workers)
 
@@ -122,19 +123,20 @@ def _webdataset(workers: int = 0, **settings: Any) -> Callable[[], Any]:
 
 def _litdata(streaming: bool) -> Callable[[], Any]:
     def loader() -> Any:
+        import os
         import tempfile
 
         import litdata
-
-        directory = tempfile.mkdtemp(prefix="campaign-lit-")
-        items = Items()
         from litdata.streaming.writer import BinaryWriter
 
-        writer = BinaryWriter(cache_dir=directory, chunk_size=12)
-        for i in range(48):
-            writer[i] = {"x": items.x[i], "y": int(items.y[i])}
-        writer.done()
-        writer.merge()
+        # the campaign forks all processes of a case, and litdata resumes in the same directory alone
+        directory, items = f"{tempfile.gettempdir()}/campaign-lit-{os.getppid()}", Items()
+        if not os.path.exists(directory):
+            writer = BinaryWriter(cache_dir=directory, chunk_size=12)
+            for i in range(48):
+                writer[i] = {"x": items.x[i], "y": int(items.y[i])}
+            writer.done()
+            writer.merge()
         data = litdata.StreamingDataset(input_dir=directory, shuffle=True, seed=3)
         if streaming:
             return litdata.StreamingDataLoader(data, batch_size=8)

@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
@@ -309,3 +311,164 @@ def test_buffers_of_a_rank_are_put_back_where_the_model_still_has_them() -> None
     restore_buffers(second, {**saved, "1.running_mean": torch.ones(7)})
     assert torch.equal(second[0].running_mean, first[0].running_mean)
     assert torch.equal(second[1].running_mean, torch.zeros(3))
+
+
+class Squares(IterableDataset[Any]):
+    """Has a state as those of the datasets library: each pass begins at the loaded one."""
+
+    _starting_state_dict: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._starting_state_dict = state
+
+    def __iter__(self) -> Any:
+        self.at = self._starting_state_dict["at"] if self._starting_state_dict else 0
+        while self.at < 6:
+            self.at += 1
+            yield self.at**2
+
+
+class Streamed(IterableDataset[Any]):
+    """Makes an order of its own for each epoch, from a number of samples on."""
+
+    def __init__(self) -> None:
+        self.epoch, self.start = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        order = random.Random(self.epoch).sample(range(12), 12)
+        yield from (index + float(torch.rand(())) for index in order[self.start :])
+
+
+class CountsSamples(DataLoader[Any]):
+    """As mosaicml-streaming: the end of a pass is a state at which nothing is left of it."""
+
+    def __init__(self) -> None:
+        super().__init__(Streamed(), batch_size=2)
+        self.next_epoch = self.yielded = self.begun_at = 0
+        self.loaded: dict[str, int] | None = None
+
+    def __iter__(self) -> Any:
+        loaded, self.loaded = self.loaded, None
+        epoch, self.begun_at = (loaded["epoch"], loaded["samples"]) if loaded else (self.next_epoch, 0)
+        self.next_epoch, self.yielded = epoch + 1, 0
+        self.dataset.epoch, self.dataset.start = epoch, self.begun_at  # type: ignore[attr-defined]
+        for batch in super().__iter__():
+            self.yielded += len(batch)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.next_epoch - 1, "samples": self.begun_at + self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
+class Restores(DataLoader[Any]):
+    """As litdata: a state from before a pass is the same object in all, and counts until a pass is read past its end."""
+
+    __module__ = "litdata.streaming.dataloader"
+
+    def __init__(self) -> None:
+        super().__init__(Streamed(), batch_size=2)
+        self.restore, self.current_epoch, self.yielded = False, 0, 0
+        self.of_dataset: dict[str, int] | None = None
+
+    def __iter__(self) -> Any:
+        if not self.restore:
+            self.current_epoch, self.yielded, self.of_dataset = self.current_epoch + 1, 0, None
+            self.dataset.set_epoch(self.current_epoch)  # type: ignore[attr-defined]
+        state: Any = self.of_dataset or {"epoch": self.current_epoch, "yielded": 0}
+        self.dataset.epoch, self.dataset.start = state["epoch"], state["yielded"]  # type: ignore[attr-defined]
+        for batch in super().__iter__():
+            self.yielded += len(batch)
+            yield batch
+        self.restore = False
+
+    def state_dict(self) -> dict[str, Any]:
+        now = {"epoch": self.dataset.epoch, "yielded": self.yielded}  # type: ignore[attr-defined]
+        self.of_dataset = now if self.of_dataset is None else self.of_dataset
+        self.of_dataset.update(now)
+        return {"dataset": self.of_dataset, "current_epoch": self.current_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.current_epoch, self.of_dataset = state["current_epoch"], state["dataset"]
+        self.yielded = state["dataset"]["yielded"]
+        self.restore = 0 < self.yielded < 12
+
+
+def nodes_that_draw() -> Any:
+    node: Any = nodes.SamplerWrapper(RandomSampler(range(6)))
+    return nodes.Loader(nodes.Mapper(node, lambda index: index + float(torch.rand(()))))
+
+
+STREAMS: dict[str, Any] = {
+    "datasets": lambda: StatefulDataLoader(Squares(), batch_size=1),
+    "mosaicml": CountsSamples,
+    "litdata": Restores,
+    "nodes": nodes_that_draw,
+}
+
+
+def run_passes(tracker: LoaderTracker, begun: Any, first: int, saves: tuple[int, int]) -> tuple[list[Any], Any]:
+    """Run three passes; return the batches from ``saves`` on, and what was saved there."""
+    taken, saved = list[Any](), None
+    for number in range(first, 3):
+        iterator, begun = begun, None
+        at = 0 if iterator is None else saves[1]
+        if iterator is None:
+            tracker.begin_pass()
+            iterator = iter(tracker.loader)
+            tracker.pass_made()
+        while at < 6:
+            mark = tracker.mark()
+            if (number, at) == saves:
+                saved = tracker.capture(mark, at), RngState.capture()
+            taken += [(number, at, torch.as_tensor(next(iterator)).tolist())]
+            at += 1
+        if isinstance(tracker.loader, (StatefulDataLoader, nodes.Loader)):  # whose length is not known
+            assert next(iterator, None) is None
+        if saves == (number, 6):
+            saved = tracker.capture_between_passes(), RngState.capture()
+    return [one for one in taken if one[:2] >= saves], saved
+
+
+@pytest.mark.parametrize("place", [(0, 3), (1, 0), (1, 2), (1, 6)], ids=str)
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_with_a_state_continue_also_in_later_passes(name: str, place: tuple[int, int]) -> None:
+    reseed(1)
+    expected, (state, rng) = run_passes(LoaderTracker(STREAMS[name]()), None, 0, place)
+    for _ in range(2):  # saved by a run that was itself resumed, too
+        reseed(99)
+        tracker = LoaderTracker(STREAMS[name]())
+        assert tracker.check(state) is None
+        if place[1] == 6:
+            tracker.prepare_next_pass(state)
+            rng.restore()
+            found, _ = run_passes(tracker, None, 2, place)
+        else:
+            assert tracker.prepare(state) == 0
+            iterator = iter(tracker.loader)
+            tracker.finish(state)
+            rng.restore()
+            found, (state, rng) = run_passes(tracker, iterator, place[0], place)
+        assert found == expected
+
+
+def test_a_shuffle_buffer_that_no_state_has_is_said() -> None:
+    examples = type("BufferShuffledExamplesIterable", (), {})()
+    dataset = Squares()
+    tracker = LoaderTracker(StatefulDataLoader(dataset, batch_size=1))
+    _, (state, _) = run_passes(tracker, None, 0, (1, 2))
+    assert tracker.check(state) is None
+    dataset._ex_iterable = type("TakeExamplesIterable", (), {"ex_iterable": examples})()  # type: ignore[attr-defined]
+    assert "lacks its shuffle buffer" in str(tracker.check(state))
+    assert tracker.check(tracker.capture(tracker.mark(), 0)) is None

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.object_walk import reach
 from ckpt_core.state.rng import capture_generators, find_generators, restore_generators
 
@@ -104,6 +105,31 @@ def draw(generator: Any) -> float:
     if isinstance(generator, np.random.BitGenerator):
         return float(np.random.Generator(generator).random())
     return float(generator.random() if not isinstance(generator, np.random.RandomState) else generator.random_sample())
+
+
+def test_what_streams_of_libraries_count_is_found_and_put_back() -> None:
+    class SharedScalar:  # of mosaicml-streaming, in memory that its processes share
+        __module__ = "streaming.base.shared.scalar"
+        memory = np.zeros(1, np.int64)
+
+        def get(self) -> Any:
+            return self.memory[0]
+
+        def set(self, value: Any) -> None:
+            self.memory[0] = value
+
+    stage: Any = type("detshuffle", (), {"__module__": "webdataset.filters"})()
+    stage.epoch, stage.rng = -1, random.Random(1)
+    owner = Items(next_epoch=SharedScalar(), pipeline=[stage])
+    state = PlainState(owner)
+    owner.next_epoch.set(3)
+    stage.epoch = 2
+    captured, left_out = state.capture()
+    owner.next_epoch.set(0)
+    stage.epoch = -1
+    PlainState(owner).restore(captured)
+    assert (owner.next_epoch.get(), stage.epoch, left_out) == (3, 2, [])
+    assert "pipeline.0.rng" in [path for path, _ in find_generators(owner)]
 
 
 def test_what_a_training_has_no_state_in_is_not_entered() -> None:
