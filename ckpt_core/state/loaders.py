@@ -581,7 +581,9 @@ class LoaderTracker:
 
     def _draw_seed_apart(self) -> None:
         """Let the seed of new workers be drawn from no global generator, where the run that saved drew none."""
-        if self.is_loader and not self._is_of_torchdata and self.loader.generator is None and self._begun_rng:
+        if not self.is_loader or not self.iterable or self._is_of_torchdata:
+            return
+        if self.loader.generator is None and self._begun_rng is not None:
             generator = torch.Generator()
             generator.set_state(self._begun_rng.torch_cpu)
             self._set("generator", generator)
