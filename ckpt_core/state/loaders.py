@@ -57,6 +57,11 @@ _BUFFER = (
     "DataLoader without a state, which reads again)"
 )
 
+_COMBINED = (
+    "litdata does not bring workers with a CombinedStreamingDataset back to where they were (num_workers=0 does, and a "
+    "DataLoader, which reads again)"
+)
+
 _READS_ON = (
     "a training data loader returns batches of an iterator that it had made before the fit, whose place is not known "
     "(make the iterator in __iter__)"
@@ -448,8 +453,11 @@ class LoaderTracker:
             return "the sampler draws from the global random generators with every batch, ahead of its workers"
         left_early = (state.get("state") or {}).get("_iterator_finished") is False
         is_continued = self.method == "load" and state["position"] and not self._reads_again(state)
-        if is_continued and _has_shuffle_buffer(getattr(self.loader, "dataset", None)):
+        dataset = getattr(self.loader, "dataset", None)
+        if is_continued and _has_shuffle_buffer(dataset):
             return _BUFFER
+        if is_continued and self._is_of_litdata and self.workers and type(dataset).__name__.startswith("Combined"):
+            return _COMBINED
         if state.get("between") and left_early and self.iterable:
             return "a stateful loader was left before its end, and its dataset may not begin each pass afresh"
         if not getattr(self.loader, "in_order", True):

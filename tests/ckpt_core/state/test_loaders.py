@@ -463,6 +463,15 @@ def test_streams_with_a_state_continue_also_in_later_passes(name: str, place: tu
         assert found == expected
 
 
+def test_a_combined_stream_of_litdata_in_workers_is_said() -> None:
+    tracker = LoaderTracker(Restores())
+    _, (state, _) = run_passes(tracker, None, 0, (1, 2))
+    tracker.loader.dataset.__class__ = type("CombinedStreamingDataset", (Streamed,), {})
+    assert tracker.check(state) is None
+    tracker.workers = state["num_workers"] = 2
+    assert "CombinedStreamingDataset" in str(tracker.check(state))
+
+
 def test_a_shuffle_buffer_that_no_state_has_is_said() -> None:
     examples = type("BufferShuffledExamplesIterable", (), {})()
     dataset = Squares()
