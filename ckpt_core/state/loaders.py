@@ -381,7 +381,7 @@ class LoaderTracker:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return _copied(self.loader.state_dict() or {})
+        return dict(_copied(self.loader.state_dict() or {}))
 
     def _common(self) -> dict[str, Any]:
         state: dict[str, Any] = {"type": type(self.loader).__name__, "num_workers": self.workers, "length": None}
@@ -598,7 +598,7 @@ class LoaderTracker:
 
     def _forget_loaded(self) -> None:
         """Let no later pass begin where the one of a loaded state did."""
-        dataset = getattr(self.loader, "dataset", None)
+        dataset: Any = getattr(self.loader, "dataset", None)
         if hasattr(dataset, "_starting_state_dict"):  # of the datasets library
             dataset._starting_state_dict = None
         if self._is_of_litdata:
