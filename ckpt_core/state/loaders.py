@@ -239,6 +239,7 @@ class LoaderTracker:
 
     def begin_pass(self, started: int = 0) -> None:
         """Tell that the loader's iterator is about to be made (``started``: at which fetch of the epoch)."""
+        self._forget_early_iterator()
         if self.method == "load":
             self._reset("generator")
             if self._has_loaded:
@@ -258,6 +259,12 @@ class LoaderTracker:
                 self._record_workers(self._next_workers)
                 self._next_workers = []
         self.passes += 1
+
+    def _forget_early_iterator(self) -> None:
+        # Asked for its state, as by a save in on_train_start, torchdata's loader makes the iterator of its next pass,
+        # which knows nothing of the place to continue from, nor do its workers of what they are to record.
+        if self.method != "load" and getattr(self.loader, "_initial_iter_for_state_dict", False):
+            self.loader.load_state_dict({})
 
     @property
     def alive(self) -> bool:
@@ -495,6 +502,7 @@ class LoaderTracker:
 
     def prepare(self, state: Mapping[str, Any]) -> int:
         """Get ready for the loader's iterator to be made in the middle of a pass; return how many batches to drop."""
+        self._forget_early_iterator()
         self.passes = int(state["passes"])
         self.started = int(state["started"])
         position = int(state["position"])

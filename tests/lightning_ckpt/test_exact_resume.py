@@ -192,6 +192,15 @@ def test_loaders(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_save_before_the_first_batch_of_a_resumed_run_leaves_its_place(workers: int, tmp_path: Path) -> None:
+    model = functools.partial(Model, {"loader": "stateful", "workers": workers})
+    training = Training(model, lambda: [SaveAt("on_train_start", 1, tmp_path / "early.ckpt")])
+    expected, found, said = train_and_resume(training, tmp_path, ("on_train_batch_end", MID))
+    assert not said
+    assert found == expected
+
+
 class TakesTheIterator(Model):
     def log(self, *args: Any, **options: Any) -> None:
         super().log(*args, **{"batch_size": 4, **options})  # which Lightning cannot know here
