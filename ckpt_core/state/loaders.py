@@ -381,9 +381,10 @@ class LoaderTracker:
 
     def _state_between_passes(self) -> dict[str, Any] | None:
         """The loader's own state, if its next pass depends on it."""
-        if self.method != "load" or (self._is_of_torchdata and self.workers and not self.persistent):
+        is_known = self._is_of_litdata or _is_of("streaming.", self.loader)
+        if self.method != "load" or (not is_known and self.workers and not self.persistent):
             return None
-        if self.is_loader and (self.loader._iterator is None if self._is_of_torchdata else self.passes == 0):
+        if self.is_loader and (self.passes == 0 if is_known else getattr(self.loader, "_iterator", None) is None):
             return None
         return self._state()
 

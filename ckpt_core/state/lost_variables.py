@@ -381,7 +381,7 @@ class Variables:
         if kind == CACHE:
             return False  # it may come to the same again
         names = [] if source is None else source.names_of(now.path, now.code)
-        if source is not None and source.is_put_aside(names[-1]):
+        if source is not None and not self._saved.get("aside") and source.is_put_aside(names[-1]):
             return False
         if kind in (WEIGHTS, STAYS):
             return first != "" or source is None or source.keeps(names[-1], now.value)

@@ -125,7 +125,7 @@ class ExactState(Live):
         self._lengths = EpochLengths()
         self._is_in_epoch = self._is_inside = self._is_cut = self._trains = False
         self._versions_at_end: int | None = None
-        self._changes_late = self._hooks_are_over = False
+        self._changes_late = self._hooks_are_over = self._is_behind_hooks = False
         self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
@@ -398,8 +398,12 @@ class ExactState(Live):
             self._changes_late |= self._versions_at_end != self._versions()
             self._versions_at_end, self._hooks_are_over = None, True
         saves, self._after_hooks = self._after_hooks, []
-        for save in saves:
-            save()
+        self._is_behind_hooks = True
+        try:
+            for save in saves:
+                save()
+        finally:
+            self._is_behind_hooks = False
 
     def training_ended(self) -> None:
         """Keep what saves after the fit are to carry, because the loops will be torn down."""
@@ -445,7 +449,8 @@ class ExactState(Live):
             notes += masks_left_out(self._trainer.lightning_module, checkpoint.get("state_dict", {}))
             common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}
             common["goes_back_to"] = self._goes_back_to
-            common["weights"] = "" if self._averaged else self._mark_if_replaced(checkpoint.get("state_dict", {}))
+            are_means = self._averaged or counters.get("differ")
+            common["weights"] = "" if are_means else self._mark_if_replaced(checkpoint.get("state_dict", {}))
             replicated = {**ranks[0]["replicated"], **common}
             per_rank = [None if r is None else r["per_rank"] for r in ranks]
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
@@ -588,15 +593,21 @@ class ExactState(Live):
             before=self._before if phase == "validation" else None,
         )
         anew = self._users.not_before(self._before) if phase == "validation" else set()
+        begins = any(map(self._has_users_hook, ("on_validation_start", "on_validation_epoch_start")))
+        aside = begins and (phase == "validation" or (phase == "validation_end" and not self._is_behind_hooks))
         return {
             "replicated": {
                 "phase": phase,
+                "aside": aside,
                 "progress": progress,
                 "changed": changed,
                 "made": [n for n, _ in self._trainer.lightning_module.named_buffers() if n not in self._buffers],
                 "data": self._users.data(),
                 "set_by_hooks": self._users.set_by_hooks(),
-                "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends, but=anew)
+                "variables": {
+                    **self._variables.capture(between=not in_epoch and not ends, ends=ends, but=anew),
+                    "aside": aside and phase == "validation",
+                }
                 if looks
                 else {},
                 "limits": self._limits.capture(),
@@ -854,7 +865,7 @@ class ExactState(Live):
         ends = shared.get("variables", {}).get("ends", True)
         lost, later = self._variables.lost(), self._variables.compared_later
         # other callbacks save before the module's own hook, which may put back what it has put aside
-        aside = shared["phase"] == "validation_end" and self._has_users_hook("on_validation_end")
+        aside = shared.get("aside", shared["phase"] in ("validation", "validation_end"))
         changed = shared.get("changed", {})
         problem = self._users.differences(changed, before, steps_make_anew=not ends, is_aside=aside, but=later)
         causes = [problem, lost_in_words(lost, but=problem or "")]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.captured import Training, train_and_resume
@@ -197,6 +197,42 @@ def test_a_save_before_the_first_batch_of_a_resumed_run_leaves_its_place(workers
     model = functools.partial(Model, {"loader": "stateful", "workers": workers})
     training = Training(model, lambda: [SaveAt("on_train_start", 1, tmp_path / "early.ckpt")])
     expected, found, said = train_and_resume(training, tmp_path, ("on_train_batch_end", MID))
+    assert not said
+    assert found == expected
+
+
+class AtZeroBetweenPasses(DataLoader[Any]):
+    """Has a state of its own, which is 0 when a pass is over."""
+
+    position = 0
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.position:
+                self.position = number + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class InOrder(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return enumerate(torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(3)))
+
+
+class ReadsInOrder(Model):
+    def train_dataloader(self) -> Any:
+        return AtZeroBetweenPasses(InOrder(), batch_size=4)
+
+
+@pytest.mark.parametrize("at", [("on_train_batch_end", MID), ("on_train_batch_end", LAST), ("on_train_epoch_end", 1)])
+def test_a_loader_whose_own_state_begins_anew_with_each_pass(at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(ReadsInOrder), tmp_path, at)
     assert not said
     assert found == expected
 

@@ -37,7 +37,7 @@ from ckpt_core.state.changed_values import looks_without_waiting
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._exact.user_attributes import UsersObjects
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
-from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Thaws
+from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Outcome, Thaws, make_trainer, outcome
 from tests.support.accelerators import SIMULATED, SimulatedAccelerator
 from tests.support.data_sets import Samples
 
@@ -382,9 +382,38 @@ def test_what_is_put_aside_is_named_if_it_was_not_put_back(tmp_path: Path) -> No
     expected, found, said = train_and_resume(Training(SwapsInItsOwnHooks), tmp_path, ("on_validation_end", 2))
     assert "training had changed SwapsInItsOwnHooks.aside" in said[0]
     assert found != expected
+    expected, found, said = train_and_resume(Training(SwapsInItsOwnHooks), tmp_path, ("on_validation_batch_end", 3))
+    assert "training had changed SwapsInItsOwnHooks.aside" in said[0]
+    assert found != expected
     expected, found, said = train_and_resume(Training(SwapsInItsOwnHooks), tmp_path, MIDDLE)
     assert not said
     assert found == expected
+
+
+class Prints(Callback):
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Have the hook."""
+
+
+def test_what_was_put_back_before_a_save_at_the_validations_end_is_not_named(tmp_path: Path) -> None:
+    # ResumableCheckpoint saves after the module's own hook
+    directory = tmp_path / "saved"
+
+    def train(epochs: int, **options: Any) -> Outcome:
+        pl.seed_everything(1, verbose=False)
+        model = SwapsInItsOwnHooks()
+        saves = ResumableCheckpoint(dirpath=directory, save_top_k=-1, save_on_train_epoch_end=False)
+        trainer = make_trainer(tmp_path, [saves, Prints()], max_epochs=epochs)
+        trainer.fit(model, **options)
+        return outcome(trainer, model)
+
+    whole = train(3)
+    resumed = min(directory.glob("epoch=0*.ckpt"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(3, ckpt_path=resumed)
+    assert not [str(one.message) for one in caught if "exact" in str(one.message)]
+    assert found.weights == whole.weights
 
 
 class MakesOnce(Model):

@@ -351,6 +351,8 @@ class Streamed(IterableDataset[Any]):
 class CountsSamples(DataLoader[Any]):
     """As mosaicml-streaming: the end of a pass is a state at which nothing is left of it."""
 
+    __module__ = "streaming.base.dataloader"
+
     def __init__(self) -> None:
         super().__init__(Streamed(), batch_size=2)
         self.next_epoch = self.yielded = self.begun_at = 0
