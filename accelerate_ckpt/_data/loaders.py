@@ -380,7 +380,7 @@ class LoaderPositions:
         """Say that variables count the batches of an epoch from its beginning, and more surely if no window fits."""
         cause = (
             f"{', '.join(names)} counts the batches of the resumed epoch from its beginning, as enumerate does, and "
-            "decides something (add accelerator.resumed.batch)"
+            "decides something (in that epoch: enumerate(loader, accelerator.resumed.batch))"
         )
         if is_sure:
             self._causes.append(cause)

@@ -551,7 +551,7 @@ def loop_counts(*, deciding: Collection[str] | None = None) -> dict[str, int]:
                 if name in names and type(value) is int:
                     found[f"`{name}` of {_place_of(frame)[0]}"] = _Held("", VALUE, name, frame, value, None)
         if deciding is not None and (found := {key: one for key, one in found.items() if key in deciding}):
-            source = _source_of([*found.values()])
+            source = _source_of([*found.values()], of_loops=True)
             found = {k: one for k, one in found.items() if source.decides(source.names_of(one.path, one.code)[-1])}
     return {key: one.value for key, one in found.items()}
 
@@ -813,7 +813,7 @@ def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
                     yield inner
 
 
-def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:
+def _source_of(lost: Sequence[_Held], watched: Watched | None = None, *, of_loops: bool = False) -> Source:
     """Read the files of what is running, of the user's modules, and of the classes of what is lost."""
     frames = [*_frames(sys._getframe(1)), *_frames_elsewhere()]
     running = {(f.f_code.co_filename, f.f_code.co_name, f.f_code.co_firstlineno) for f in frames}
@@ -829,10 +829,10 @@ def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:
             left -= os.path.getsize(file)
             some += [file] if left > 0 else []
     running = {one for one in running if one[0] in some}
-    return _read(tuple(some), frozenset(running), watched is not None and watched.waits)
+    return _read(tuple(some), frozenset(running), watched is not None and watched.waits, of_loops)
 
 
 @functools.lru_cache(maxsize=1)
-def _read(files: tuple[str, ...], running: frozenset[tuple[str, str, int]], waits: bool) -> Source:
+def _read(files: tuple[str, ...], running: frozenset[tuple[str, str, int]], waits: bool, of_loops: bool) -> Source:
     # one save asks twice
-    return Source(files, running, waits=waits)
+    return Source(files, running, waits=waits, of_loops=of_loops)

@@ -65,18 +65,24 @@ class Source:
 
     Names are those of :meth:`names_of`: variables belong to a function, attributes and keys to all objects. The loops
     of functions that are ``running`` are under way: file name, name and first line of each. With ``waits``, those wait
-    for the training to end, so that what they read comes after it.
+    for the training to end, so that what they read comes after it. Of numbers ``of_loops`` those decide nothing that a
+    script adds something to, as where it has begun, or that say when it saves.
     """
 
     def __init__(
-        self, files: Collection[str], running: Collection[tuple[str, str, int]] = (), *, waits: bool = False
+        self,
+        files: Collection[str],
+        running: Collection[tuple[str, str, int]] = (),
+        *,
+        waits: bool = False,
+        of_loops: bool = False,
     ) -> None:
-        self._reader = _Reader(waits)
+        self._reader = _Reader(waits, of_loops)
         for file in files:
             here = frozenset((name, line) for path, name, line in running if path == file)
             with contextlib.suppress(Exception):  # what this cannot read ends no training
                 text = "".join(linecache.getlines(file))
-                self._reader.add(_read(text, here, waits, frozenset(self._reader.made)))
+                self._reader.add(_read(text, here, waits, of_loops, frozenset(self._reader.made)))
         self._is_readable = self._reader.is_readable
 
     def clears(self, name: str) -> bool:
@@ -309,8 +315,8 @@ class _Scope:
 
 
 class _Reader(ast.NodeVisitor):
-    def __init__(self, waits: bool) -> None:
-        self._waits, self.is_readable = waits, False
+    def __init__(self, waits: bool, of_loops: bool) -> None:
+        self._waits, self._of_loops, self.is_readable = waits, of_loops, False
         self.keeps, self.stored, self.set_by_steps, self.set_to, self.set_again = (set[str]() for _ in range(5))
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
         self.called, self.filled_once, self.cleared, self.logged, self.made = (set[str]() for _ in range(5))
@@ -545,6 +551,13 @@ class _Reader(ast.NodeVisitor):
             return bool(node.args) and (_makes(node.args[0]) or self._name(node.args[0]) in self.made)
         return bool(_LOGS.fullmatch(node.func.attr))
 
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        parts = _summands(node) if self._of_loops else []
+        is_moved = sum(not isinstance(one, ast.Constant) for one in parts) > 1
+        for one in parts if is_moved else ast.iter_child_nodes(node):
+            with self._reading(None if is_moved and isinstance(one, ast.Name) else self._into):
+                self.visit(one)
+
     def visit_Lambda(self, node: ast.Lambda) -> None:
         with self._reading(self.decides):  # who calls it has it
             self.generic_visit(node)
@@ -661,7 +674,8 @@ class _Reader(ast.NodeVisitor):
         if "does" in kinds or {"ends", "sets"} <= kinds:
             return self._into, set()
         # what is saved only when it is the best is another checkpoint
-        return (self.ends if kinds & {"ends", "saves"} else None), targets if "sets" in kinds else set()
+        is_end = kinds & ({"ends"} if self._of_loops else {"ends", "saves"})
+        return (self.ends if is_end else None), targets if "sets" in kinds else set()
 
     def _changed(self, node: ast.stmt) -> set[str | None]:
         """Return the container that a statement does nothing but add to, or take from."""
@@ -730,9 +744,11 @@ class _Reader(ast.NodeVisitor):
 
 
 @functools.lru_cache(maxsize=64)
-def _read(text: str, running: frozenset[tuple[str, int]], waits: bool, made: frozenset[str]) -> _Reader:
+def _read(
+    text: str, running: frozenset[tuple[str, int]], waits: bool, of_loops: bool, made: frozenset[str]
+) -> _Reader:
     """Read a file, once for all saves in which the same runs; ``made`` is what those before it make."""
-    reader = _Reader(waits)
+    reader = _Reader(waits, of_loops)
     reader.made |= made
     reader.read(ast.parse(text), running)
     return reader
@@ -765,6 +781,11 @@ def _is_of_others(value: ast.AST, name: str) -> bool:
     parts = list(ast.walk(value))
     names = {part.id for part in parts if isinstance(part, ast.Name)}
     return names == {"self"} and not any(f".{part.attr}" == name for part in parts if isinstance(part, ast.Attribute))
+
+
+def _summands(node: ast.AST) -> list[ast.AST]:
+    is_sum = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+    return [*_summands(node.left), *_summands(node.right)] if is_sum else [node]  # type: ignore[attr-defined]
 
 
 def _key(node: Any) -> str | None:
@@ -845,16 +866,15 @@ def is_surely_live(name: str, frame: types.FrameType, *, ends: bool) -> bool:
 
 
 def counts_of_loops(frame: types.FrameType) -> list[str]:
-    """Return the variables that the ``for`` loops under way set, as with ``enumerate``, and read in their bodies."""
+    """Return the variable that the innermost ``for`` under way sets, as with ``enumerate``, and reads in its body."""
     steps = _steps(frame.f_code)
     loops = [(start, step.then[0]) for start, step in steps.items() if step.is_loop]
-    bodies = [(start, end) for start, end in loops if start <= frame.f_lasti < end]
-    found = []
-    for body in ([steps[offset] for offset in steps if start < offset < end] for start, end in bodies):
-        unpacks, sets = body[:2]
-        names = [] if unpacks.effects else [name for name, is_read in sets.effects[:1] if not is_read]
-        found += [name for name in names if any((name, True) in step.effects for step in body)]
-    return found
+    start, end = max(((start, end) for start, end in loops if start <= frame.f_lasti < end), default=(0, 0))
+    body = [step for offset, step in steps.items() if start < offset < end]
+    if not body or body[0].effects:  # which unpacks
+        return []
+    names = [name for name, is_read in body[1].effects[:1] if not is_read]
+    return [name for name in names if any((name, True) in step.effects for step in body)]
 
 
 def _is_shared(name: str, code: types.CodeType) -> bool:

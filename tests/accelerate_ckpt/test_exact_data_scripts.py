@@ -268,9 +268,50 @@ def leaves_out_by_itself(run: Run, ends_body: Callable[[], None]) -> None:
             ends_body()
 
 
+def adds_what_it_has(run: Run, ends_body: Callable[[], None]) -> None:
+    for epoch in range(2):
+        has = 0 if epoch else run.had % STEPS
+        for number, _ in enumerate(run.loader):
+            step = number + has
+            run.uses.backward()
+            if (step + 1) % 2 == 0 or (number + has + 1) % 2 == 0:
+                run.uses.stepped()
+            ends_body()
+
+
+def saves_by_it(run: Run, ends_body: Callable[[], None]) -> None:
+    taken = run.had
+    for _ in range(2):
+        for number, _ in enumerate(run.loader):
+            run.uses.backward()
+            taken += 1
+            if taken % 2 == 0:
+                run.uses.stepped()
+            if (number + 1) % 500 == 0:
+                run.accelerator.save_state(f"{number}")
+            ends_body()
+
+
+def counts_stages(run: Run, ends_body: Callable[[], None]) -> None:
+    taken = run.had
+    for number, rate in enumerate([0.1, 0.2]):
+        if number < run.had // STEPS:
+            continue
+        run.rate = rate if number == 1 else 0.0
+        for _ in run.loader:
+            run.uses.backward()
+            taken += 1
+            if taken % 2 == 0:
+                run.uses.stepped()
+            ends_body()
+
+
 @pytest.mark.parametrize(
     ("train", "saved", "said", "told"),
     [
+        (adds_what_it_has, 4, 0, 0),
+        (saves_by_it, STEPS + 3, 0, 0),
+        (counts_stages, STEPS + 1, 0, 0),
         (ends_with_a_step, 3, 1, 0),
         (ends_with_a_step, 4, 0, 1),  # after whole windows: what may differ is the end of the epoch
         (ends_with_a_step, STEPS + 4, 1, 0),  # the first epoch has told
