@@ -190,7 +190,7 @@ class JustInTime:
             "own": rank_state(session, variables=False),
             "schedulers": [item.state_dict() for item in accelerator._schedulers],
             "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-            "custom": [item.state_dict() for item in accelerator._custom_objects],
+            "custom": [session.note_object(item) for item in accelerator._custom_objects],
             "step": session.step,
         }
 
@@ -281,7 +281,8 @@ class JustInTime:
         if not rescue.written[0]:
             return
         metadata = metadata_of(session, target)
-        metadata[FORMAT]["not_exact"] += [*rescue.notes(session.rank, "own", "custom"), *self._not_exact]
+        metadata[FORMAT]["not_exact"] += rescue.notes(session.rank, "own", "custom")
+        metadata[FORMAT]["not_exact"] += [*self._not_exact, *session.not_noted()]
         together.commit(metadata=metadata, step=session.step)
         log.warning("a rank was lost: rank %d saved step %d in %s", session.rank, session.step, target)
 

@@ -167,6 +167,10 @@ class Session:
         self.note_step: Callable[[Session], None] = lambda _: None  # called after each step
         # Returns what else of a note the exchange of a loss's gradients changes, on this rank alone
         self.note_ahead: Callable[[Any], dict[str, Any]] = lambda _: {}
+        # Returns what a note has of a registered object
+        self.note_object: Callable[[Any], dict[str, Any]] = lambda each: each.state_dict()
+        # Says what of those objects a note does not have, so that a resume from it may not be exact
+        self.not_noted: Callable[[], list[str]] = list
         # Called with an exception that may come of the loss of a rank
         self.rank_lost: Callable[[BaseException], None] = lambda _: None
         # Text that is the same on all ranks, and different for each Accelerator and run

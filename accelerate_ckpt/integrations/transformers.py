@@ -92,6 +92,7 @@ _NEEDED = {
 }
 # What TRL's trainers have that train in several steps on what the model has generated
 _GENERATED = ("_step", "_buffered_inputs")
+_NOT_NOTED = "a rank was lost, and what the model had generated for the next steps is generated anew"
 _COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # what _run_epoch is told
 _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
 
@@ -197,6 +198,8 @@ class ResumableCallback(TrainerCallback):
             self._session.note_step = lambda _: None  # the Trainer fetches all batches of a step before it
             index = next(i for i, each in enumerate(accelerator._custom_objects) if each is loop_state)
             self._session.note_ahead = lambda loss: {"custom": {index: loop_state.after(loss)}}
+            self._session.note_object = lambda each: loop_state.noted() if each is loop_state else each.state_dict()
+            self._session.not_noted = lambda: [_NOT_NOTED] if _generated_by(trainer) else []
             target = lambda: self._path_of_step(trainer.state.global_step)  # noqa: E731
             self._session.saves_alone = SavesAlone(os.path.abspath(trainer.args.output_dir), target, self._add_files)
         if self._session.preemption is not None:
@@ -633,10 +636,11 @@ def _below_overrides(kind: type) -> type:
     override: Callable[..., None] = getattr(kind, "_load_from_checkpoint")  # noqa: B009
     if override is not Trainer._load_from_checkpoint:
 
-        def load_from_checkpoint(self: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-            override(self, path, *args, **kwargs)
+        def load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+            override(self, *args, **kwargs)
             # that of SentenceTransformerTrainer, also for the best model, looks for weights in files of another kind
-            self._resumable_callback._load_weights(path)
+            paths = [one for one in [*args, *kwargs.values()] if isinstance(one, (str, os.PathLike))]
+            self._resumable_callback._load_weights(paths[0])
 
         names["_load_from_checkpoint"] = load_from_checkpoint
     bases = (_BelowOverrides,) if kind is Trainer else (kind, _BelowOverrides)
@@ -654,12 +658,15 @@ class _LoopState:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
+        return {**self.noted(), "generated": _generated_by(self._trainer)}
+
+    def noted(self) -> dict[str, Any]:
+        """Return what of the state is noted after each step: all that is small."""
         trainer = self._trainer
         return {
             "lr_scheduler": trainer.lr_scheduler.state_dict(),
             "loss_since_log": trainer._tr_loss.detach(),
             "step_of_last_log": int(trainer._globalstep_last_logged),
-            "generated": _generated_by(trainer),
         }
 
     def after(self, loss: Any) -> dict[str, Any]:
@@ -679,7 +686,7 @@ class _LoopState:
 def _generated_by(trainer: Any) -> dict[str, Any]:
     """Return what a Trainer of TRL's has generated and trains on in later steps, too, if a checkpoint can hold it."""
     found = {name: vars(trainer).get(name) for name in _GENERATED}
-    return found if found["_buffered_inputs"] and is_plain(found) else {}
+    return found if found["_buffered_inputs"] is not None and is_plain(found) else {}
 
 
 def _of_the_script(known: weakref.ref[Any]) -> list[object]:

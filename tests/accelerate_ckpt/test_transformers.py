@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from tokenizers.models import WordLevel  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
+from accelerate_ckpt._state.just_in_time import JustInTime  # noqa: E402
 from accelerate_ckpt._state.session import close_sessions, session_of  # noqa: E402
 from accelerate_ckpt.config import OptionError  # noqa: E402
 from accelerate_ckpt.integrations.transformers import (  # noqa: E402
@@ -213,6 +215,21 @@ def test_a_resumed_run_ends_and_logs_as_one_that_was_never_interrupted(
     assert resumed.state.global_step == 2 * STEPS_PER_EPOCH
     assert_same(weights(resumed), weights(whole))
     assert logged(resumed) == logged(whole) and len(logged(whole)) == 4
+
+
+def test_what_was_generated_is_saved_but_not_noted_after_each_step(tmp_path: Path) -> None:
+    callbacks = [ResumableCallback(just_in_time=True)]
+    trainer = trainer_for(tmp_path, callbacks=callbacks, kind=Generates, max_steps=1)
+    trainer.train()
+    session = session_of(trainer.accelerator)
+    assert session is not None and session.not_noted()
+    (noted,) = JustInTime._state(SimpleNamespace(_session=session))["custom"]  # type: ignore[arg-type]
+    (saved,) = (each.state_dict() for each in trainer.accelerator._custom_objects)
+    assert saved.pop("generated")["_step"] == 2
+    assert noted == saved
+    trainer._buffered_inputs = torch.zeros(2)  # a Trainer of the script's, which keeps something else there
+    (saved,) = (each.state_dict() for each in trainer.accelerator._custom_objects)
+    assert saved["generated"]["_buffered_inputs"].tolist() == [0.0, 0.0]
 
 
 class Anneals(TrainerCallback):
@@ -749,11 +766,11 @@ def test_what_subclasses_override_is_called(tmp_path: Path) -> None:
 class ReadsItsOwn(Trainer):
     """Makes a model of the files in a checkpoint, as sentence-transformers does, and finds no weights of its own."""
 
-    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str) -> None:
         self.model.load_state_dict(Network().state_dict())
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._load_from_checkpoint(resume_from_checkpoint=self.state.best_model_checkpoint)
 
 
 def test_the_best_model_is_that_of_the_checkpoint_where_a_subclass_reads_files_of_another_kind(tmp_path: Path) -> None:
