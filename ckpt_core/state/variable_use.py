@@ -744,9 +744,7 @@ class _Reader(ast.NodeVisitor):
 
 
 @functools.lru_cache(maxsize=64)
-def _read(
-    text: str, running: frozenset[tuple[str, int]], waits: bool, of_loops: bool, made: frozenset[str]
-) -> _Reader:
+def _read(text: str, running: frozenset[tuple[str, int]], waits: bool, of_loops: bool, made: frozenset[str]) -> _Reader:
     """Read a file, once for all saves in which the same runs; ``made`` is what those before it make."""
     reader = _Reader(waits, of_loops)
     reader.made |= made
