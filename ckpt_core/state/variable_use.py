@@ -231,6 +231,7 @@ class Source:
             if before == (setters, readers):
                 # others than these are called by somebody else, and not after what sets it
                 called = {one.what for each in runs.values() for run in each for one in run if one.kind == "call"}
+                called -= {one for one in readers if {one, f".{one}"} & self._reader.read_names}  # and handed over
                 inner = {one for one in readers if (one in called and not is_hook(one)) or _EVALUATES.fullmatch(one)}
                 return name.startswith(".") and bool(readers) and inner == readers
         return False
@@ -526,7 +527,8 @@ class _Reader(ast.NodeVisitor):
             into = self.decides  # it changes something, whatever is done with what it returns
         with self._reading(into):
             self._all([*node.args, *node.keywords])
-        self._events.append(_Event("call", called, self._when))
+        is_of_base = isinstance(on, ast.Call) and getattr(on.func, "id", "") == "super"  # another function of that name
+        self._events.append(_Event("of a base" if is_of_base else "call", called, self._when))
         if owner is None:
             return
         self._flow(found, {owner})
@@ -646,8 +648,43 @@ class _Reader(ast.NodeVisitor):
                 self._all(node.body, conditional=True)
             with self._within(_when=self._when | {f"not {condition}"}):
                 self._all(node.orelse, conditional=True)
-        if any(isinstance(one, ast.Return) for one in ast.walk(node)):
-            self._when |= {f"not {condition}"}  # until the function ends
+        for body, others in ((node.body, f"not {condition}"), (node.orelse, condition)):
+            if any(isinstance(part, ast.Return) for one in body for part in ast.walk(one)):
+                self._when |= {others}  # until the function ends
+
+    def _perhaps(self, nodes: list[Any]) -> None:
+        with self._within(
+            _when=self._when | {f"line {nodes[0].lineno}:{nodes[0].col_offset}"} if nodes else self._when
+        ):
+            self._all(nodes)
+
+    def visit_Try(self, node: Any) -> None:
+        self._perhaps(node.body) if node.handlers else self._all(node.body)
+        for handler in node.handlers:
+            self._perhaps([handler])
+        self._perhaps(node.orelse)
+        self._all(node.finalbody)
+
+    visit_TryStar = visit_Try  # noqa: N815
+
+    def visit_With(self, node: Any) -> None:
+        self._all(node.items)
+        self._perhaps(node.body) if "suppress" in ast.dump(node.items[0]) else self._all(node.body)
+
+    def visit_Match(self, node: ast.Match) -> None:
+        self.visit(node.subject)
+        for case in node.cases:
+            self.visit(case.pattern)
+            self._perhaps([*([case.guard] if case.guard else []), *case.body])
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self.visit(node.values[0])
+        self._perhaps(node.values[1:])
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.visit(node.test)
+        self._perhaps([node.body])
+        self._perhaps([node.orelse])
 
     def _asks_for_none(self, test: ast.expr) -> str | None:
         """Return the name of what a condition says that there is not yet; None for other conditions."""

@@ -425,6 +425,67 @@ def train(model, state):
     assert not Source([path], [(path, "train", 58)]).is_put_aside(".best")
 
 
+def test_what_may_not_have_been_set_is_not_put_aside(tmp_path: Path) -> None:
+    (tmp_path / "perhaps.py").write_text(
+        """
+class Model(Base):
+    def training_step(self, batch):
+        try:
+            self.tried = solve(batch)
+        except ValueError:
+            pass
+        with contextlib.suppress(ValueError):
+            self.suppressed = solve(batch)
+        match batch:
+            case [_]:
+                self.matched = solve(batch)
+        batch.late and self.fit(batch)
+        self.fit_one() if batch.one else None
+        self.handed = solve(batch)
+        self.surely = solve(batch)
+        return self.use(batch) + self.warm(0)
+
+    def fit(self, batch):
+        self.fitted = solve(batch)
+
+    def fit_one(self):
+        self.chosen = 1
+
+    def use(self, batch):
+        return self.tried, self.suppressed, self.matched, self.fitted, self.chosen, self.surely
+
+    def configure_optimizers(self):
+        return LambdaLR(self.optimizer, self.warm)
+
+    def warm(self, step):
+        return self.handed
+
+    def early(self, batch):
+        if batch:
+            pass
+        else:
+            self.returned = solve(batch)
+            return None
+        return self.used_late()
+
+    def used_late(self):
+        return self.returned
+
+    def forward(self, batch):
+        self.of_base = self.of_base + batch
+        return self.of_base
+
+class Below(Model):
+    def forward(self, batch):
+        self.of_base = 1
+        return super().forward(batch)
+"""
+    )
+    source = Source([str(tmp_path / "perhaps.py")])
+    names = ("tried", "suppressed", "matched", "fitted", "chosen", "handed", "returned", "of_base", "surely")
+    assert [name for name in names if source.is_put_aside(f".{name}")] == ["surely"]
+
+
 def test_what_is_taken_from_elsewhere_does_not_come_of_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "taken.py").write_text(
         """
