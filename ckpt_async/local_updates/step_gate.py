@@ -71,6 +71,8 @@ class StepGate:
                 checkpointer.save(parts, path)
     """
 
+    _opening = threading.Lock()  # of the class: gates are pickled
+
     def __init__(self, workers: int) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers} must be at least 1")
@@ -83,9 +85,10 @@ class StepGate:
         return {**vars(self), "_shared": None}
 
     def _open(self) -> _Shared:
-        if self._shared is None or self._shared.process != os.getpid():
-            self._shared = _Shared(self._directory / "gate")
-        return self._shared
+        with StepGate._opening:  # to close a second file would drop all locks that this process has of the first
+            if self._shared is None or self._shared.process != os.getpid():
+                self._shared = _Shared(self._directory / "gate")
+            return self._shared
 
     def worker(self, number: int, capture: Callable[[], Mapping[str, Any]]) -> GatedWorker:
         """Enter as a worker; a context manager.
@@ -169,6 +172,13 @@ class StepGate:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _renew_lock() -> None:
+    StepGate._opening = threading.Lock()  # a thread that the child does not have may hold the old one
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class GatedWorker:

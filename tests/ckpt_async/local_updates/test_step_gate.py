@@ -282,3 +282,22 @@ def test_who_saves_next_finds_its_answers(monkeypatch: pytest.MonkeyPatch) -> No
             assert states == [{}]
         working.result()
     assert left == [["gate"]]
+
+
+def test_two_threads_that_use_a_gate_first_have_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    second = threading.Event()
+
+    class Slow(step_gate._Shared):
+        def __init__(self, path: Any) -> None:
+            made.append(path)
+            second.wait(0.5 if len(made) == 1 else 0)  # where nothing keeps the other thread out, it comes
+            second.set()
+            super().__init__(path)
+
+    monkeypatch.setattr(step_gate, "_Shared", Slow)
+    with StepGate(2) as gate, ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: gate._open(), range(2))
+        for shared in (one, other):
+            shared._file.close()
+        assert one is other and len(made) == 1
