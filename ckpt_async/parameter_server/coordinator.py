@@ -23,7 +23,7 @@ from ckpt_async.consistent_cut.messages import decode_message, encode_message
 from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.participant import ALIVE, Training, Watch
-from ckpt_async.parameter_server.store import CutStore
+from ckpt_async.parameter_server.store import CutStore, newest_first
 from ckpt_async.parameter_server.transport import Peer, PeerLostError, Transport
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener, SaveCommitted, SaveFailed, SaveStarted, notify
@@ -202,10 +202,16 @@ class TrainingCoordinator:
         if now < self._due:
             return
         if (obstacle := self._cuts.obstacle) is not None:
-            if now - self._due > max(self._every, _PATIENCE):
-                logger.warning(
-                    "no snapshot could begin for %.0f s, and training continues: %s", now - self._due, obstacle
-                )
+            late = now - self._due
+            if late > max(self._every, _PATIENCE):
+                if (snapshot := self._cuts.open_snapshot) is not None:
+                    logger.warning(
+                        "the next snapshot is %.0f s late, because snapshot %d is still being written, and training "
+                        "continues: if that happens often, raise every=%g",
+                        *(late, snapshot, self._every),
+                    )
+                else:
+                    logger.warning("no snapshot could begin for %.0f s, and training continues: %s", late, obstacle)
                 self._due = now
             return
         self._due = now + self._every
@@ -404,7 +410,7 @@ class TrainingCoordinator:
 
     def _later_checkpoint(self, path: str) -> str | None:
         try:
-            newest = self.store.committed()[:1]
-        except CheckpointError:  # which says nothing about a later start
+            newest = newest_first([path, *self.store.committed()])[0]
+        except Exception:  # noqa: BLE001 - says nothing about a later start
             return None
-        return newest[0] if newest and newest != [path] else None
+        return None if newest == path else newest

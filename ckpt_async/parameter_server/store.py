@@ -187,7 +187,7 @@ class CutStore:
 
     def committed(self) -> list[str]:
         """Paths of the committed checkpoints, the newest first."""
-        return _newest_first(self._catalog.paths())
+        return newest_first(self._catalog.paths())
 
     def newest(self) -> CutCheckpoint | None:
         """The newest checkpoint all of whose bytes verify, open; None where nothing was ever committed.
@@ -220,7 +220,7 @@ class CutStore:
         """Paths of all that was committed, the newest first, also where the manifest is missing now."""
         if self._saves.is_remote:
             return self.committed()  # there, a directory without a manifest may be one that was never committed
-        return _newest_first(self._saves.directories())
+        return newest_first(self._saves.directories())
 
     def _verify(self, path: str) -> None:
         with self.open(path) as checkpoint:
@@ -365,7 +365,8 @@ def _number(path: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def _newest_first(paths: Iterable[str]) -> list[str]:
+def newest_first(paths: Iterable[str]) -> list[str]:
+    """Sort checkpoints by their names; leave out what has another name."""
     found = [(number, path) for path in paths if (number := _number(path)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 

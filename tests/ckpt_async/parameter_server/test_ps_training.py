@@ -329,10 +329,36 @@ def test_it_is_said_why_no_snapshot_begins(
     monkeypatch.setattr(coordinator, "_PATIENCE", 0.1)
     training = threads(workers=2)
     client = training.client("worker-0")
-    wait_for(lambda: "no snapshot could begin" in caplog.text)
+    wait_for(
+        lambda: (
+            re.search(r"no snapshot could begin for .*: stream 1 has 0 workers$", caplog.text, re.MULTILINE) is not None
+        )
+    )
     client.close()
-    (said,) = {record.getMessage().partition(": ")[2] for record in caplog.records if "begin for" in record.msg}
-    assert said == "stream 1 has 0 workers"
+
+
+def test_a_snapshot_that_is_still_being_written_is_no_obstacle(
+    threads: Callable[..., Threads], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_PATIENCE", 0.1)
+    write, goes_on = CutStore.write, threading.Event()
+
+    def wait(*where: Any, **what: Any) -> str:
+        assert goes_on.wait(LIMIT)
+        return write(*where, **what)
+
+    monkeypatch.setattr(CutStore, "write", wait)
+    training = threads(workers=1)
+    client = training.client("worker-0")
+
+    def is_said() -> bool:
+        client.pull()
+        return "because snapshot 1 is still being written" in caplog.text
+
+    wait_for(is_said)
+    goes_on.set()
+    client.close()
+    assert "raise every=0.05" in caplog.text and "is not finished" not in caplog.text
 
 
 def test_the_last_snapshot_is_tried_again_but_not_all_the_time(
@@ -411,6 +437,22 @@ def test_a_start_that_was_overtaken_ends(threads: Callable[..., Threads], tmp_pa
         first.run.result(LIMIT)
     assert first.coordinator.store.committed()[0] == newest
     client.close()
+
+
+@pytest.mark.parametrize("listed", [["cut-000000-00000001"], OSError("the store is away")])
+def test_what_is_listed_late_is_no_later_start(
+    threads: Callable[..., Threads], monkeypatch: pytest.MonkeyPatch, listed: list[str] | OSError
+) -> None:
+    training = threads(workers=1, every=3600.0)
+
+    def committed(store: CutStore) -> list[str]:
+        if isinstance(listed, OSError):
+            raise listed
+        return [os.path.join(store.root, name) for name in listed]
+
+    monkeypatch.setattr(CutStore, "committed", committed)
+    monkeypatch.setattr(CutStore, "prune", lambda store, keep: None)
+    assert dict(training.finish().vector) == {0: 12, 1: 12}
 
 
 # ---- the transport ---------------------------------------------------------------------------------------------------
