@@ -9,6 +9,7 @@ from ckpt_core.errors import StorageError
 
 StrPath = str | os.PathLike[str]  # of a file or directory; or a URL, where a docstring says so
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
+_SLASHES = re.compile(r"(?<![:/])/+$")  # but not those of "memory://"
 _LOCAL_PROTOCOLS = ("file://", "local://")
 
 
@@ -37,4 +38,4 @@ def full_path(path: StrPath) -> str:
     """Return the name under which a checkpoint is known, however ``path`` is spelled."""
     # A background save must not depend on a later chdir, and two spellings of a path are one checkpoint.
     text = local_path(path)
-    return text if is_remote(text) else os.path.abspath(text)
+    return _SLASHES.sub("", text) if is_remote(text) else os.path.abspath(text)

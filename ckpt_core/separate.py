@@ -23,9 +23,9 @@ from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.commit_time import Stamp, commit_time
 from ckpt_core.errors import RankFailedError
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.state.kinds import Kind, Part
-from ckpt_core.storage import is_remote, local_path, storage_for
+from ckpt_core.storage import is_remote, storage_for
 from ckpt_core.survivors import Rescue
 
 __all__ = ["LocalTensor", "Piece", "RescueSave", "SeparateSaves", "local_tensor"]
@@ -39,7 +39,7 @@ class SeparateSaves:
 
     def __init__(self, root: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
         self.is_remote = is_remote(root)
-        self.root = local_path(root) if self.is_remote else os.path.abspath(local_path(root))
+        self.root = full_path(root)
         self._storage = storage_for(self.root, storage_options if self.is_remote else None)
         self._scratch = ScratchBuffers()
 

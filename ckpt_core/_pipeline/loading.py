@@ -19,9 +19,9 @@ from ckpt_core._layouts.torch_file.loading import (
 from ckpt_core._layouts.torch_file.opening import is_archive, read_stamp
 from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, full_path
 from ckpt_core.process.threads import IO_THREADS, run_parallel
-from ckpt_core.storage import MANIFEST_NAME, Storage, local_path, storage_for
+from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote, local_path, storage_for
 from ckpt_core.storage.base import is_directory_checkpoint
 
 _DEPTH = 1  # a plugin keeps its metadata under a key of its own
@@ -139,7 +139,7 @@ def verify(path: StrPath, *, storage_options: dict[str, Any] | None = None, stor
         CheckpointCorruptedError: Bytes are missing or differ; the error names the record.
         CheckpointNotFoundError: There is no such file, and no such directory with a manifest.
     """
-    path = local_path(path)
+    path = full_path(path) if is_remote(path) else local_path(path)
     return (storage or storage_for(path, storage_options)).nearest(path, _verify)
 
 

@@ -32,6 +32,7 @@ from ckpt_core import (
 )
 from ckpt_core._pipeline import staging
 from ckpt_core._pipeline.host_copy import HostCopy
+from ckpt_core.catalog import Catalog
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.process.awaited_paths import waiting_for_nothing
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
@@ -464,6 +465,15 @@ def test_ctrl_c_leaves_nothing_and_blocks_nothing(strategy: Any, tmp_path: Path)
     checkpointer.save(parts(2.0), tmp_path / "a")
     checkpointer.close()
     assert value_at(tmp_path / "a") == 2.0
+
+
+def test_a_url_may_end_with_a_slash() -> None:
+    path = "memory://directories/slash/step=1"
+    DirectoryCheckpointer().save(parts(2.0), f"{path}/")
+    for spelled in (path, f"{path}/"):
+        assert value_at(spelled) == 2.0
+        assert verify(spelled)
+    assert Catalog("memory://directories/slash/", suffix="").paths() == [path]
 
 
 def test_an_object_store_is_written_in_place_under_names_of_its_own() -> None:

@@ -197,3 +197,13 @@ def test_a_stranger_among_the_generations_is_left_alone(tmp_path: Path) -> None:
     assert store.claim_generation() == 1
     (tmp_path / ".ckpt-generations" / ".DS_Store").touch()
     assert store.claim_generation() == 2
+
+
+def test_a_url_may_end_with_a_slash() -> None:
+    root = "memory://ps-store/slash"
+    path = write(CutStore(f"{root}/"), 1, 1)
+    for again in (f"{root}/", root):
+        newest = CutStore(again).newest()
+        assert newest is not None and newest.path == path == f"{root}/cut-000001-00000001"
+        with pytest.raises(CheckpointError, match="this start has generation 1"):
+            CutStore(again).claim_generation(1)
