@@ -442,7 +442,9 @@ class LoaderPosition:
         As text: what a rank has noted is told from what another one has, key by key.
         """
         self._note_window()
-        found = {name: count - self._steps + 1 for name, count in (loop_counts().items() if is_inside else ())}
+        found = {
+            name: count - self._steps + 1 for name, count in (loop_counts(innermost=True).items() if is_inside else ())
+        }
         counts = {name: one for name, one in found.items() if one in (0, 1)}
         return {"counts": json.dumps(counts), "window": self._window, "closes": self._closes}
 

@@ -537,16 +537,19 @@ def _is_set_back(
     )
 
 
-def loop_counts(*, deciding: Collection[str] | None = None) -> dict[str, int]:
+def loop_counts(*, innermost: bool = False, deciding: Collection[str] | None = None) -> dict[str, int]:
     """Return what loops of the script that are under way count, as by ``enumerate``, by the names of the variables.
 
     Args:
+        innermost: Only those of the innermost function with a loop: others call that in each pass of theirs.
         deciding: Only these, and those of them that decide something; None for all.
     """
     found: dict[str, _Held] = {}
     with contextlib.suppress(Exception):  # of variables, whatever they do when they are looked at
         for frame in _frames(sys._getframe(1)):
             names = counts_of_loops(frame)
+            if innermost and names is not None:
+                found.clear()
             for name, value in variables_of(frame) if names else ():
                 if name in names and type(value) is int:
                     found[f"`{name}` of {_place_of(frame)[0]}"] = _Held("", VALUE, name, frame, value, None)

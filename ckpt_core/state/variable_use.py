@@ -28,7 +28,7 @@ CELL = "()"
 # what only tells people of a value, or writes it down
 _TELLS = re.compile(
     r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
-    r"|format|write\w*|flush|close|isinstance|type|id|assert\w*|join"
+    r"|format|write\w*|flush|close|isinstance|type|id|assert\w*|join|wait_for_everyone|barrier"
 )
 # what hands it to a tracker, as "log" does with a dictionary; by what else Lightning's modules log, callbacks decide
 _LOGS = re.compile(r"add_scalars?|log_metrics?|log_scalars?")
@@ -900,13 +900,18 @@ def is_surely_live(name: str, frame: types.FrameType, *, ends: bool) -> bool:
     return not _is_shared(name, frame.f_code) and _is_live(name, frame.f_code, frame.f_lasti, ends=ends)
 
 
-def counts_of_loops(frame: types.FrameType) -> list[str]:
-    """Return the variable that the innermost ``for`` under way sets, as with ``enumerate``, and reads in its body."""
+def counts_of_loops(frame: types.FrameType) -> list[str] | None:
+    """Return the variable that the innermost ``for`` under way sets, as with ``enumerate``, and reads in its body.
+
+    None where no loop is under way.
+    """
     steps = _steps(frame.f_code)
     loops = [(start, step.then[0]) for start, step in steps.items() if step.is_loop]
     start, end = max(((start, end) for start, end in loops if start <= frame.f_lasti < end), default=(0, 0))
     body = [step for offset, step in steps.items() if start < offset < end]
-    if not body or body[0].effects:  # which unpacks
+    if not body:
+        return None
+    if body[0].effects:  # which unpacks
         return []
     names = [name for name, is_read in body[1].effects[:1] if not is_read]
     return [name for name in names if any((name, True) in step.effects for step in body)]

@@ -288,6 +288,7 @@ def saves_by_it(run: Run, ends_body: Callable[[], None]) -> None:
             if taken % 2 == 0:
                 run.uses.stepped()
             if (number + 1) % 500 == 0:
+                run.accelerator.wait_for_everyone()
                 run.accelerator.save_state(f"{number}")
             ends_body()
 
@@ -306,12 +307,30 @@ def counts_stages(run: Run, ends_body: Callable[[], None]) -> None:
             ends_body()
 
 
+def stage_of(run: Run, ends_body: Callable[[], None]) -> None:
+    for _ in run.loader:
+        run.uses.backward()
+        run.taken += 1
+        if run.taken % 2 == 0:
+            run.uses.stepped()
+        ends_body()
+
+
+def counts_calls(run: Run, ends_body: Callable[[], None]) -> None:
+    run.taken = run.had
+    for number, rate in enumerate([0.1, 0.2]):
+        if number >= run.had // STEPS:
+            run.rate = rate if number == 1 else 0.0
+            stage_of(run, ends_body)
+
+
 @pytest.mark.parametrize(
     ("train", "saved", "said", "told"),
     [
         (adds_what_it_has, 4, 0, 0),
         (saves_by_it, STEPS + 3, 0, 0),
         (counts_stages, STEPS + 1, 0, 0),
+        (counts_calls, STEPS + 1, 0, 0),
         (ends_with_a_step, 3, 1, 0),
         (ends_with_a_step, 4, 0, 1),  # after whole windows: what may differ is the end of the epoch
         (ends_with_a_step, STEPS + 4, 1, 0),  # the first epoch has told
