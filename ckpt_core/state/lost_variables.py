@@ -551,7 +551,7 @@ def loop_counts(*, innermost: bool = False, deciding: Collection[str] | None = N
             if innermost and names is not None:
                 found.clear()
             for name, value in variables_of(frame) if names else ():
-                if name in names and type(value) is int:
+                if names and name in names and type(value) is int:
                     found[f"`{name}` of {_place_of(frame)[0]}"] = _Held("", VALUE, name, frame, value, None)
         if deciding is not None and (found := {key: one for key, one in found.items() if key in deciding}):
             source = _source_of([*found.values()], of_loops=True)
