@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -257,8 +258,9 @@ class _Shared:
         self.process = os.getpid()
         self._mine: dict[int, int] = {}
         self._noting = threading.Lock()
-        self._file = path.open("r+b", buffering=0)
-        self._words = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("q")
+        self._file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self._file)
+        self._words = memoryview(mmap.mmap(self._file, 0)).cast("q")
 
     def __getitem__(self, index: int) -> int:
         return self._words[index]

@@ -28,7 +28,7 @@ CELL = "()"
 # what only tells people of a value, or writes it down
 _TELLS = re.compile(
     r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
-    r"|format|write\w*|flush|close|isinstance|type|id|assert\w*|join|wait_for_everyone|barrier"
+    r"|format|write\w*|flush|close|isinstance|type|id|assert\w*|join"
 )
 # what hands it to a tracker, as "log" does with a dictionary; by what else Lightning's modules log, callbacks decide
 _LOGS = re.compile(r"add_scalars?|log_metrics?|log_scalars?")
@@ -706,7 +706,7 @@ class _Reader(ast.NodeVisitor):
             flat = [part for target in parts for part in getattr(target, "elts", [target])]
             names = {self._goes_to(part) for part in flat} or self._changed(one)
             tells = self._logs(getattr(one, "value", one))
-            kinds.add("sets" if names and None not in names else "tells" if tells else _kind(one))
+            kinds.add("sets" if names and None not in names else "tells" if tells else _kind(one, self._of_loops))
             targets |= {name for name in names if name is not None}
         if "does" in kinds or {"ends", "sets"} <= kinds:
             return self._into, set()
@@ -867,7 +867,7 @@ def _fingerprints(mark: str) -> set[str]:
     return set()
 
 
-def _kind(node: ast.AST) -> str:
+def _kind(node: ast.AST, of_loops: bool) -> str:
     if isinstance(node, (ast.Break, ast.Return, ast.Raise, ast.Continue)):
         return "ends"
     if isinstance(node, ast.Pass):
@@ -877,6 +877,8 @@ def _kind(node: ast.AST) -> str:
     called = getattr(node.value.func, "attr", getattr(node.value.func, "id", ""))
     if "save" in called:
         return "saves"
+    if of_loops and called in ("wait_for_everyone", "barrier"):  # as before a save
+        return "tells"
     return "tells" if _TELLS.fullmatch(called) else "ends" if called == "exit" else "does"
 
 
