@@ -89,6 +89,7 @@ _NEEDED = {
     "_save": ["self", "output_dir", "state_dict"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
+    "_load_rng_state": ["self", "checkpoint"],
 }
 # What TRL's trainers have that train in several steps on what the model has generated
 _GENERATED = ("_step", "_buffered_inputs")

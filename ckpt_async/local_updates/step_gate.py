@@ -259,7 +259,8 @@ class _Shared:
         self._mine: dict[int, int] = {}
         self._noting = threading.Lock()
         self._file = os.open(path, os.O_RDWR)
-        weakref.finalize(self, os.close, self._file)
+        # At its end, a process keeps its locks to the last.
+        weakref.finalize(self, os.close, self._file).atexit = False
         self._words = memoryview(mmap.mmap(self._file, 0)).cast("q")
 
     def __getitem__(self, index: int) -> int:

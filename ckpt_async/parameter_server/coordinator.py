@@ -245,9 +245,9 @@ class TrainingCoordinator:
             except PeerLostError as error:
                 logger.debug("%s is gone already: %s", name, error)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, remedy: str = "start the whole training again from the newest checkpoint") -> None:
         if self._failure is None and not self._finished:
-            self._failure = CheckpointError(reason, remedy="start the whole training again from the newest checkpoint")
+            self._failure = CheckpointError(reason, remedy=remedy)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -396,7 +396,10 @@ class TrainingCoordinator:
         logger.info("%s is committed: %s", path, cut.vector.in_words())
         if (later := self._later_checkpoint(path)) is not None:
             with self._lock:
-                self._fail(f"a later start of this training has saved {later}, so this one's checkpoints are of no use")
+                self._fail(
+                    f"a later start of this training has saved {later}, so this one's checkpoints are of no use",
+                    remedy="leave it to the later one, or give each training a root of its own",
+                )
             return
         with self._lock:
             seconds = time.monotonic() - self._began.pop(cut.snapshot_id)

@@ -464,7 +464,9 @@ class ExactState(Live):
         may_be_others = is_users_own(type(module).on_save_checkpoint)  # which runs after this
         with contextlib.suppress(RuntimeError, ValueError):  # some have no address
             live = [(saved[name], one) for name, one in module.named_parameters() if name in saved]
-            may_be_others |= any(kept.data_ptr() != one.data_ptr() for kept, one in live)
+            may_be_others |= any(
+                not isinstance(kept, torch.Tensor) or kept.data_ptr() != one.data_ptr() for kept, one in live
+            )
         return _mark_of_weights(module) if may_be_others else ""
 
     def _own_buffers(self, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -434,7 +434,7 @@ def test_the_trainer_looks_for_generators_in_checkpoints_of_its_own_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_in: list[str] = []
-    monkeypatch.setattr(Trainer, "_load_rng_state", lambda _, path: looked_in.append(path))
+    monkeypatch.setattr(Trainer, "_load_rng_state", lambda self, checkpoint: looked_in.append(checkpoint))
     for callback in (True, False):
         trainer_for(tmp_path / str(callback), callback=callback, max_steps=3).train()
         looked_in.clear()

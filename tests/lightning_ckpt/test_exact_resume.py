@@ -492,8 +492,22 @@ def test_weights_that_a_hook_has_put_in_place_of_others_are_said(training: Train
     assert "training had other weights than those in the checkpoint" in said[0]
 
 
-def test_weights_that_a_hook_gives_back_are_exact(tmp_path: Path) -> None:
-    expected, found, said = train_and_resume(Training(lambda: SavesOtherWeights(is_kept=True)), tmp_path)
+class SavesListsOf(Callback):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value.tolist() for name, value in checkpoint["state_dict"].items()}
+
+
+class ReadsLists(Model):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: torch.tensor(value) for name, value in checkpoint["state_dict"].items()}
+
+
+@pytest.mark.parametrize(
+    "training",
+    [Training(lambda: SavesOtherWeights(is_kept=True)), Training(ReadsLists, callbacks=lambda: [SavesListsOf()])],
+)
+def test_weights_that_a_hook_gives_back_are_exact(training: Training, tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(training, tmp_path)
     assert not said
     assert found == expected
 

@@ -433,8 +433,9 @@ def test_a_start_that_was_overtaken_ends(threads: Callable[..., Threads], tmp_pa
     with pytest.raises(CheckpointError, match=re.escape(f"a later start of this training has saved {newest}")):
         while True:
             client.pull()
-    with pytest.raises(CheckpointError, match="a later start"):
+    with pytest.raises(CheckpointError, match="a later start") as ended:
         first.run.result(LIMIT)
+    assert "a root of its own" in str(ended.value.remedy)
     assert first.coordinator.store.committed()[0] == newest
     client.close()
 
