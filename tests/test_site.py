@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.extended
 def test_the_reference_shows_names_and_not_the_markup_of_docstrings(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site"]
     done = subprocess.run(build, check=False, capture_output=True, text=True, cwd=ROOT, timeout=300)

@@ -596,7 +596,7 @@ def test_the_last_save_is_durable_when_training_ends(tmp_path: Path, monkeypatch
     assert session is not None and session.checkpointer.pending == ()
 
 
-@pytest.mark.extended_cells("False")
+@pytest.mark.extended_cells("True", "False")
 @pytest.mark.parametrize("several", [False, True])
 def test_an_evaluation_whose_workers_stay_draws_no_second_seed_in_a_resumed_run(tmp_path: Path, several: bool) -> None:
     def trainer(folder: str) -> Trainer:

@@ -178,7 +178,7 @@ LOSS = """
 NEVER: dict[str, Any] = {"kill": -1, "victim": 0, "event": "on_substep_end"}
 
 
-@pytest.mark.extended_cells("after an epoch's last step")
+@pytest.mark.extended_cells("after the first step", "after an epoch's last step")
 @pytest.mark.parametrize(
     ("victim", "event", "step", "held"),
     [

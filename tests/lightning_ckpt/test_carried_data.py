@@ -286,7 +286,7 @@ def check_in_this_process(name: str, at: tuple[str, int], tmp_path: Path) -> Non
     assert found == expected
 
 
-@pytest.mark.extended_cells("made when it draws")
+@pytest.mark.extended_cells("collate", "made when it draws")
 @pytest.mark.parametrize(
     "name", some([*LOADERS, "mining", "reorders"], "collate", "shuffled by its own", "made when it draws")
 )

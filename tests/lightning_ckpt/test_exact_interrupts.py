@@ -139,6 +139,11 @@ class RaiseIn(pl.Callback):
         setattr(self, hook, call)
 
 
+@pytest.mark.extended_cells(
+    "on_validation_end-2-1-in the hooks on_validation_end",
+    "on_before_zero_grad-10-1-None",
+    "on_train_batch_start-10-3-None",
+)
 @pytest.mark.parametrize(
     ("hook", "count", "accumulate", "cause"),
     [
@@ -166,6 +171,7 @@ def test_interrupted_in_a_hook(hook: str, count: int, accumulate: int, cause: st
         assert len(warned) == 1 and cause in warned[0]
 
 
+@pytest.mark.extended_cells("on_train_end")
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end", "on_fit_end"])
 def test_a_run_that_was_over_has_its_metrics_again(hook: str, tmp_path: Path) -> None:
     model, trainer, _ = fit(tmp_path, {"val": True}, [])

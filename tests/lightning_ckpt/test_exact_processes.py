@@ -124,6 +124,8 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.mark.extended_cells(
+    "workers, accumulation-stock",
+    "two ranks, statistics, accumulation-stock",
     "plain-stock",
     "stateful, workers-stock",
     "stateful stream, workers-stock",

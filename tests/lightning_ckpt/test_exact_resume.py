@@ -159,6 +159,8 @@ LOADERS = [
 
 
 @pytest.mark.extended_cells(
+    "stateful_stateless_stream-2-batch_end-11",
+    "batch_sampler-2-batch_end-11",
     "dict-2-batch_end-11",
     "stream-2-batch_end-11",
     "plain-0-batch_end-4",

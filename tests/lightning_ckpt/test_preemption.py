@@ -47,7 +47,7 @@ REQUEUES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.extended_cells("rank 0", "in validation")
+@pytest.mark.extended_cells("together, sharded", "rank 0", "in validation")
 @pytest.mark.parametrize("name", REQUEUES)
 def test_a_requeued_job_resumes_exactly(job: Job, tmp_path: Path, name: str) -> None:
     spec = {"slurm": True, **REQUEUES[name]}

@@ -145,6 +145,7 @@ def test_state_that_nobody_captures_is_seen_by_the_recorder(
 
 
 @pytest.mark.extended_cells(
+    "kept: a cache that draws-point4-`_drawn` of kept_lightning.py",
     "kept: a dataclass in a global-point1-`PROGRESS.total` of kept_lightning.py",
     "kept: attributes of the class-point2-`losses` of OfTheClass in kept_lightning.py",
     "kept: a bounded cache-point5-`_norm_then` of kept_lightning.py",
@@ -175,6 +176,7 @@ def test_variables_of_the_script_that_a_resume_has_lost_are_named(
 
 
 @pytest.mark.extended_cells(
+    "kept: exact: restores a global",
     "kept: exact: makes lazily",
     "kept: exact: a cache that is cleared",
     "kept: exact: tells",

@@ -93,7 +93,7 @@ def test_what_only_tells_of_a_run_and_is_another_in_each_process_is_no_differenc
     assert result.repeats == {"attributes:Timed.began"}
 
 
-@pytest.mark.extended_cells("repeats-4 AGAIN")
+@pytest.mark.extended_cells("exact-each once", "repeats-4 AGAIN")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("case", "samples"), [("exact", "each once"), ("loses", "4 LOST"), ("repeats", "4 AGAIN")])
 def test_two_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: str, samples: str) -> None:

@@ -215,7 +215,9 @@ def look_up(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.extended_cells("ShardedCheckpointIO-True-ceph", "AsyncCheckpointIO-True-moto")
+@pytest.mark.extended_cells(
+    "ShardedCheckpointIO-False-moto", "ShardedCheckpointIO-True-ceph", "AsyncCheckpointIO-True-moto"
+)
 @pytest.mark.parametrize(
     ("kind", "tiers", "bucket"),
     [(AsyncCheckpointIO, True, "moto"), (ShardedCheckpointIO, False, "moto"), (ShardedCheckpointIO, True, "ceph")],

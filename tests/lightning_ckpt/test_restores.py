@@ -243,6 +243,8 @@ def test_a_fit_that_restores_is_as_without_us(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.extended_cells(
+    "learning rate each epoch-3",
+    "rolled back in a window-9",
     "learning rate, accumulation, workers-3",
     "both-3",
     "learning rate-3",

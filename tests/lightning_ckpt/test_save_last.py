@@ -128,6 +128,11 @@ def assert_same_files(scenario: Scenario, settings: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.extended_cells(
+    "always",
+    "best 2",
+    "one name, best 2",
+    "after validation",
+    "no counter",
     "the last",
     "save_last alone",
     "all",

@@ -64,6 +64,7 @@ def steps_after(first: int, at: list[int], batches: int) -> list[int]:
 ACCUMULATE = "accumulate_grad_batches"
 
 
+@pytest.mark.extended_cells("epoch", "hook", "schedule")
 @pytest.mark.parametrize(
     ("saved_at", "first", "second", "expected", "told"),
     [

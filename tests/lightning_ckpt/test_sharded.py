@@ -294,7 +294,7 @@ def test_open_accumulation_window_goes_on(runs: Runs, tmp_path: Path, kind: str)
         assert {g.shape for rank in gradients for g in rank.values()} == {(8, 8), (7, 8), (8,), (7,), (2, 15), (1, 15)}
 
 
-@pytest.mark.extended_cells("saves1")
+@pytest.mark.extended_cells("saves0", "saves1")
 @pytest.mark.parametrize(
     "saves",
     [

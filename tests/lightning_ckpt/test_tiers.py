@@ -120,6 +120,7 @@ def assert_same_bits(model: Model, other: Model) -> None:
         assert torch.equal(value, state[name]), name
 
 
+@pytest.mark.extended_cells("AsyncCheckpointIO")
 @pytest.mark.parametrize("kind", [AsyncCheckpointIO, ShardedCheckpointIO])
 def test_killed_during_an_upload_it_goes_on_from_either_tier(
     kind: Any, fork_script: ScriptRunner, tmp_path: Path

@@ -994,6 +994,9 @@ class InItsClass(Model):
         return super().loss(batch) * next(self.rates)
 
 
+@pytest.mark.extended_cells(
+    "Model-HoldsAPartByHooks-`count` of HoldsAPartByHooks ", "SchedulesLate-None-`later` of SchedulesLate "
+)
 @pytest.mark.parametrize(
     ("model", "callback", "named"),
     [
@@ -1131,6 +1134,7 @@ class Plain(Model):
         pass
 
 
+@pytest.mark.extended_cells("bars and monitors")
 @pytest.mark.parametrize("name", STOCK)
 def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
     if name == "rich":

@@ -647,6 +647,7 @@ for act, source, target in (
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from Linux")
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, run_script: ScriptRunner) -> None:
     stock(tmp_path / "warm")

@@ -93,7 +93,7 @@ print(json.dumps(rows))
 """
 
 
-@pytest.mark.extended_cells("sync-two renames-again-1")
+@pytest.mark.extended_cells("async-exchange-again-5", "sync-two renames-again-1")
 @pytest.mark.parametrize(
     ("strategy", "way", "again", "stride"),
     [

@@ -122,6 +122,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.extended_cells("sync-again-5")
 @pytest.mark.parametrize(
     ("strategy", "again", "stride"), [("sync", "new", 3), ("sync", "again", 5), ("async", "new", 13)]
 )

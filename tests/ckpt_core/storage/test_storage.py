@@ -165,6 +165,7 @@ class StorageContract:
             assert not storage.exists(path)
             assert storage.list(root) == []
 
+    @pytest.mark.extended_cells("s3", "memory")
     def test_a_writer_that_is_forgotten_publishes_nothing(self, storage: Storage, root: str) -> None:
         path = f"{root}/a.ckpt"
         self.write(storage, path, b"old")
