@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 from ckpt_core.state.changed_values import PlainState
-from ckpt_core.state.object_walk import Found, reach
+from ckpt_core.state.object_walk import Found, is_reader, reach
 from ckpt_core.state.rng import capture_generator, find_generators, made_generator, restore_generator
+from ckpt_core.state.samplers import handed_out
 
 
 class Carried:
@@ -22,6 +24,7 @@ class Carried:
         self._owners = owners
         self._generators: dict[str, Any] = {}
         self._plain = {name: PlainState(owner) for name, owner in owners.items()} if plain else {}
+        self._begun = {path: (weakref.ref(one), _place_of(one)) for path, one in self._readers()}
         self.look()
 
     def look(self) -> None:
@@ -67,6 +70,27 @@ class Carried:
         if missing:
             self.look()
 
+    def _readers(self) -> Iterator[tuple[str, Any]]:
+        for name in self._plain:
+            for found in reach(self._owners[name], plain=False, readers=True):
+                if is_reader(found.value):
+                    yield f"{name}.{found.path}" if name else found.path, found.value
+
+    def moved(self, *, new: bool = False, others: bool = True) -> dict[str, Any]:
+        """Return iterators that are under way, and were not where they are when this was made, by path.
+
+        With ``new``, also where there was none; without ``others``, only those that there were then.
+        """
+        found = {}
+        for path, one in self._readers():
+            before, was = self._begun.get(path, (None, None))
+            place = _place_of(one)
+            is_known = before is not None and before() is one
+            has_moved = place != was if is_known else others and (new or before is not None)
+            if has_moved and place is not None:
+                found[path] = one
+        return found
+
     def values(self) -> tuple[dict[str, Any], list[str]]:
         """Capture the plain values that have changed; also return the paths of those that cannot be captured."""
         captured, left_out = {}, []
@@ -96,6 +120,12 @@ class Carried:
         for name, saved in values.items():
             if name in self._plain:
                 self._plain[name].restore(saved)
+
+
+def _place_of(reader: Any) -> int | None:
+    """Return how far an iterator is, of a generator only where in its code; None if it is over, or nobody knows."""
+    frame = getattr(reader, "gi_frame", None)
+    return handed_out(reader) if frame is None else frame.f_lasti
 
 
 def _places_in(owner: object) -> tuple[dict[str, Found], dict[str, Any]]:

@@ -10,6 +10,8 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import operator
+import types
 from collections.abc import Mapping
 from typing import Any, Generic, Literal, TypeVar
 
@@ -62,7 +64,8 @@ _COMBINED = (
     "DataLoader, which reads again)"
 )
 
-_READS_ON = (
+#: A loader takes no batches from its sampler, so that to skip in that brings it nowhere.
+READS_ON = (
     "a training data loader returns batches of an iterator that it had made before the fit, whose place is not known "
     "(make the iterator in __iter__)"
 )
@@ -150,6 +153,17 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
             return True
         inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
         left += [one for one in inner if one is not None]
+    return False
+
+
+def _may_be_left_early(reader: Any) -> bool:
+    """Whether an iterator that several passes read from may be inside of one of its own when they end.
+
+    That of a loader whose sampler never ends most often is not, if there are no workers to read ahead.
+    """
+    with contextlib.suppress(Exception):  # of a sampler of the user's, whatever its length raises
+        has_end = isinstance(reader, types.GeneratorType) or operator.length_hint(reader) > 0
+        return has_end or getattr(reader, "_num_workers", 0) > 0
     return False
 
 
@@ -346,16 +360,27 @@ class LoaderTracker:
             # the state of a pass of which nothing was taken may still be that of the end of the pass before
             state["state"] = dict(mark.state or {}) if position else self._state_before_pass
         if position and self._reads_on(mark.sampler_pass):
-            return {**state, "problem": _READS_ON}
+            return {**state, "problem": READS_ON}
+        state["carried"]["left_out"] += self._moved(between=False)
         return {**state, **self._states_of_workers(position)} if self.workers else state
 
     def capture_between_passes(self) -> dict[str, Any]:
         """Capture the state from which the loader begins its next pass."""
         state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
+        state["carried"]["left_out"] += self._moved(between=True)
         state["state"] = self._state_between_passes()
         if self._marks > 1 and self.workers and self._reads_on(self._pass()):  # which have read ahead
-            return {**state, "problem": _READS_ON}
+            return {**state, "problem": READS_ON}
         return {**state, **self._states_of_workers(_drawn(self._pass()))} if self.persistent else state
+
+    def _moved(self, *, between: bool) -> list[str]:
+        """Return where the data has iterators that nobody brings to where they are."""
+        is_read_again = self.method == "replay" and not between
+        if self.method == "load" or self.workers or is_read_again:
+            return []
+        if self.method == "skip":
+            return [*self.carried.moved(new=not between)]
+        return [path for path, one in self.carried.moved(others=False).items() if _may_be_left_early(one)]
 
     def _states_of_workers(self, batches: int) -> dict[str, Any]:
         """Return their generators after so many batches of this pass, where they are known."""
@@ -531,7 +556,7 @@ class LoaderTracker:
     def _split(self, state: Mapping[str, Any], position: int) -> tuple[int, int]:
         if self.method == "load" and not self._reads_again(state):
             return 0, 0
-        if self.method != "skip":
+        if self.method != "skip" or self._reads_again(state):
             return 0, position
         drop = 0
         if self.workers:

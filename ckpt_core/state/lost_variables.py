@@ -122,6 +122,7 @@ class _Held(NamedTuple):
         return is_surely_live(self.path, self.frame, ends=in_body)
 
 
+Kinds = type | tuple[type, ...]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -454,11 +455,11 @@ class Variables:
         return found
 
 
-def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+def are_kept(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
     """Return which values of objects are more than what each step makes anew and people are told.
 
     Args:
-        values: Class of each object, path of the attribute, and value.
+        values: Class of each object, or with that of what in it has the attribute, path of the attribute, and value.
     """
     source, names = _named_in_source(values)
     return [
@@ -467,25 +468,25 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     ]
 
 
-def are_made_once(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+def are_made_once(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
     """Return which values of objects, as of :func:`are_kept`, are made only where there is nothing yet."""
     source, names = _named_in_source(values)
     return [source.is_made_once(name) for name in names]
 
 
-def are_put_aside(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+def are_put_aside(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
     """Return which values of objects, as of :func:`are_kept`, are only read soon after they are set."""
     source, names = _named_in_source(values)
     return [source.is_put_aside(name) for name in names]
 
 
-def setters_of(values: Sequence[tuple[type, str, Any]]) -> list[set[str]]:
+def setters_of(values: Sequence[tuple[Kinds, str, Any]]) -> list[set[str]]:
     """Return by which functions values of objects, as of :func:`are_kept`, are set without being read before."""
     source, names = _named_in_source(values)
     return [source.set_in(name) for name in names]
 
 
-def are_set_by_hooks(values: Sequence[tuple[type, str, Any]], *, but: Collection[str]) -> list[bool]:
+def are_set_by_hooks(values: Sequence[tuple[Kinds, str, Any]], *, but: Collection[str]) -> list[bool]:
     """Return which values of objects, as of :func:`are_kept`, hooks set anew, ``but`` some, and not to a time."""
     source, names = _named_in_source(values)
     kept = are_kept(values)  # what comes of what was there is named, if it is lost
@@ -496,12 +497,16 @@ def are_set_by_hooks(values: Sequence[tuple[type, str, Any]], *, but: Collection
     ]
 
 
-def _named_in_source(values: Sequence[tuple[type, str, Any]]) -> tuple[Source, list[str]]:
+def _named_in_source(values: Sequence[tuple[Kinds, str, Any]]) -> tuple[Source, list[str]]:
     """Return what the code does, and by which names it has the values."""
     if not values:
         return Source((), frozenset(), waits=False), []  # each save asks, most of nothing, and reads no source for it
-    source = _source_of([_held_by(*one) for one in values])
+    source = _source_of([_held_by(kind, path, one) for kinds, path, one in values for kind in _each(kinds)])
     return source, [source.names_of(f"self.{path}", None)[-1] for _, path, _ in values]
+
+
+def _each(kinds: Kinds) -> tuple[type, ...]:
+    return kinds if isinstance(kinds, tuple) else (kinds,)
 
 
 def _held_by(owner: type, path: str, value: Any) -> _Held:

@@ -74,6 +74,12 @@ def is_generator(value: object) -> bool:
     return isinstance(value, kinds)
 
 
+def is_reader(value: object) -> bool:
+    """Return whether a value is an iterator that is somewhere in data, where nobody can bring another one."""
+    of_torch = type(value).__module__.startswith("torch.utils.data") and isinstance(value, Iterator)
+    return of_torch or isinstance(value, types.GeneratorType)
+
+
 @functools.lru_cache(maxsize=1024)
 def slots_of(kind: Any) -> tuple[str, ...]:
     """Return the names in ``__slots__`` of a class and its bases, without those of libraries."""
@@ -146,14 +152,15 @@ def reach(
     *,
     ignore: frozenset[str] = frozenset(),
     plain: bool = True,
+    readers: bool = False,
     skip: tuple[object, ...] = (),
     leave: tuple[type, ...] = (),
 ) -> Iterator[Found]:
     """Find what an object, also a function with its closure, carries in its attributes and in objects that it holds.
 
-    Each generator is given once, each value that is ``plain`` in every place where it is. Attributes of ``owner``
-    itself that are in ``ignore`` are left out; the objects in ``skip`` are not entered, nor are those of the classes in
-    ``leave``.
+    Each generator is given once, each value that is ``plain`` in every place where it is, and so are ``readers``.
+    Attributes of ``owner`` itself that are in ``ignore`` are left out; the objects in ``skip`` are not entered, nor are
+    those of the classes in ``leave``.
     """
     seen = {id(value) for value in skip}
     left, in_functions = _OBJECTS, 0
@@ -249,6 +256,9 @@ def reach(
                 yield Found(path, child, put)
         elif isinstance(child, (type, types.ModuleType)):
             return
+        elif is_reader(child):
+            if readers and not in_functions:
+                yield Found(path, child, put)
         elif isinstance(child, enum.Enum):
             # by its name, of flags by their value: all that have a member share it, and what it holds is not theirs
             if plain and not in_functions:

@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.process.console import counted_aloud
 from ckpt_core.state.elastic import EpochShare, RemainingBatches, describe_order
-from ckpt_core.state.loaders import FetchHistory, LoaderMark, LoaderTracker
+from ckpt_core.state.loaders import READS_ON, FetchHistory, LoaderMark, LoaderTracker
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerPass, restore_counters
 from lightning_ckpt._private.loops import Internals
@@ -145,6 +145,11 @@ class TrainingLoader(LoaderTracker):
         return 1, 0, False
 
     # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def _reads_again(self, state: Mapping[str, Any]) -> bool:
+        # a loader that reads others in its __iter__; what comes of it is compared
+        is_read = state.get("problem") == READS_ON and state["position"] > 0
+        return is_read or super()._reads_again(state)
 
     def prepare(self, state: Mapping[str, Any]) -> int:
         description = state.get("division") or {}
@@ -460,7 +465,8 @@ class TrainingData:
                 and number >= first
                 and self.is_as_read is not False
             ):
-                self.is_as_read = self.after_reading_again(number, batch)
+                is_same = self.after_reading_again(number, batch)
+                self.is_as_read = self.is_as_read if is_same is None else is_same
 
     @property
     def world_size(self) -> int:

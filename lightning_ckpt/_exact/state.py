@@ -35,6 +35,7 @@ from ckpt_core.state.fast_pickle import Noted
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, capture_buffers, join_ranks, parameters_of, restore_buffers, state_of_rank
 from ckpt_core.state.loader_objects import Carried
+from ckpt_core.state.loaders import READS_ON
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from ckpt_core.state.value_marks import mark_of, some
@@ -802,9 +803,9 @@ class ExactState(Live):
         other_data = self._users.other_data(shared.get("data", {})) if is_comparable else None
         causes = [*shared["notes"], *causes, *filter(None, [other_data])]
         # what is compared when it has been read again needs no warning if it was the same
-        awaits_reading = DRAWS_WHILE_READ in causes and self._recording is not None and not resharded
-        if awaits_reading:
-            causes.remove(DRAWS_WHILE_READ)
+        is_read = self._recording is not None and not (resharded or mine["data"]["between"])
+        awaits_reading = [cause for cause in causes if is_read and cause in (DRAWS_WHILE_READ, READS_ON)]
+        causes = [cause for cause in causes if cause not in awaits_reading]
         if causes:
             self._warn("; ".join(causes))
         in_words = resumed_in_words(self._trainer, self._resume.path, shared["progress"])
@@ -856,7 +857,7 @@ class ExactState(Live):
                 is_other = self._data.is_as_read is False  # which is told while it is read
                 if awaits_reading and self._recording is not None and self._data.is_as_read is None:
                     is_other = True
-                    self._warn(DRAWS_WHILE_READ)
+                    self._warn("; ".join(awaits_reading))
                     self._recording.told()
                 are_told = self._say_differences(shared)
                 announce(self._trainer, in_words(_INEXACT if causes or is_other or are_told else "exact"))

@@ -211,7 +211,7 @@ class UsersObjects(Live):
                     lost.append(path)
             if lost and self._trainer.is_global_zero:
                 values = self._plain[name].values()
-                found_lost = [(type(owner), path, values.get(path)) for path in lost]
+                found_lost = [(_kinds(owner, path), path, values.get(path)) for path in lost]
                 setters = zip(lost, setters_of(found_lost), strict=True)
                 anew = {path: not by.isdisjoint(_VALIDATION_BEGINS) for path, by in setters}
                 once = are_made_once(found_lost)  # a resume warns if it makes another value, where it looks for that
@@ -288,7 +288,7 @@ class UsersObjects(Live):
             and type(one.value) is not bool  # a reason to stop, of this process
             and not self._plain[name].has_opened(one, kinds=(int,))
         }
-        values = [(type(self._owners[name]), path, one.value) for (name, path), one in found.items()]
+        values = [(_kinds(self._owners[name], path), path, one.value) for (name, path), one in found.items()]
         self._set_back.update(zip(found, are_set_by_hooks(values, but=_RUN_ONCE), strict=True))
 
     def set_by_hooks(self) -> Digests:
@@ -452,6 +452,12 @@ def _holder(owner: Any, path: str) -> Any:
                 holder = holder[int(name)] if isinstance(holder, list) else getattr(holder, name)
         return None if isinstance(holder, _CONTAINERS) else holder
     return None
+
+
+def _kinds(owner: Any, path: str) -> tuple[type, ...]:
+    """Return the classes of whose code what is at a path is: a module in the module has its own file."""
+    holder = _holder(owner, path)
+    return (type(owner),) if holder is owner or holder is None else (type(owner), type(holder))
 
 
 def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:

@@ -240,6 +240,17 @@ class ByChance(Items):
         return number, x + NOISE.random()
 
 
+class OfAnother(DataLoader[Any]):
+    """Takes its batches from another loader."""
+
+    def __init__(self) -> None:
+        self.other = DataLoader(Items(Noise()), 4, shuffle=True)
+        super().__init__(self.other)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Any:
+        return iter(self.other)
+
+
 LOADERS = {
     "transform": over(lambda: Items(Noise())),
     "concatenated": over(lambda: ConcatDataset([Items(Noise(), 16), Items(Noise(), 16)])),
@@ -257,6 +268,7 @@ IN_PROCESS = {
     "mining": (over(Items, sampler=Mining), lambda: [Marks()]),
     "reorders": (over(Items), lambda: [Reorders()]),
     "grows": (over(GrowingItems), lambda: [Grows()]),
+    "of another loader": (loader_of(lambda workers: OfAnother()), list),
 }
 
 

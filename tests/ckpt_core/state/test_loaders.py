@@ -171,6 +171,50 @@ def test_a_loader_that_reads_on_from_an_iterator_of_its_own_is_said(workers: int
     assert ["an iterator that it had made before the fit" in str(cause) for cause in causes] == [True, workers > 0]
 
 
+class FromIterators(Dataset[Any]):
+    """Gives what comes next of iterators of its own, whatever it is asked for."""
+
+    def __init__(self) -> None:
+        self.idle, self.ahead, self.queue = (i for i in range(9)), iter(DataLoader(Noise())), None
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        self.queue = self.queue or (float(one) for one in self.ahead)  # type: ignore[assignment]
+        return next(self.queue)  # type: ignore[call-overload, no-any-return]
+
+
+def test_iterators_of_the_data_that_nobody_brings_to_their_place_are_said() -> None:
+    loader: Any = DataLoader(FromIterators(), batch_size=2)
+    tracker, fresh = LoaderTracker(loader), LoaderTracker(DataLoader(FromIterators(), batch_size=2))
+    tracker.begin_pass()
+    iterator = iter(loader)
+    assert fresh.check(tracker.capture(tracker.mark(), 0)) is None
+    next(iterator)
+    assert "has changed ahead, queue," in str(fresh.check(tracker.capture(tracker.mark(), 1)))
+    assert "has changed ahead," in str(fresh.check(tracker.capture_between_passes()))
+
+
+class Slice:
+    """Gives the next of one iterator in each pass."""
+
+    def __init__(self) -> None:
+        self.source = (torch.rand(()) for _ in range(99))
+
+    def __iter__(self) -> Any:
+        return (next(self.source) for _ in range(3))
+
+
+def test_a_loader_that_goes_on_in_the_next_pass_is_said_between_them() -> None:
+    loader, fresh = Slice(), LoaderTracker(Slice())
+    tracker = LoaderTracker(loader)
+    tracker.begin_pass()
+    list(loader)
+    assert fresh.check(tracker.capture(tracker.mark(), 3)) is None  # it is read again, and compared
+    assert "has changed source," in str(fresh.check(tracker.capture_between_passes()))
+
+
 def test_worker_log_says_when_a_state_is_gone() -> None:
     log = WorkerRngLog(1, depth=2)
     log.start(0)
