@@ -316,17 +316,24 @@ class Catalog:
         """Return the paths of all committed checkpoints, in no particular order, without reading them."""
         return [info.path for info in self._found()]
 
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """Return all committed checkpoints, newest first (:func:`newest_first`). Reads each manifest."""
-        found = self._found()
+    def checkpoints(self, *, files: str = "") -> list[CheckpointInfo]:
+        """Return all committed checkpoints, newest first (:func:`newest_first`). Reads each manifest.
+
+        Args:
+            files: Only files with this ending are read. What others say of themselves is left out.
+        """
+        found, unread = list[CheckpointInfo](), list[CheckpointInfo]()
+        for info in self._found():
+            (found if info.is_directory or info.path.endswith(files) else unread).append(info)
         run_parallel(self._read_stamp, found, threads=min(_READERS, len(found)))
         self._stamps = {info: self._stamps[info] for info in found if info in self._stamps}
-        return newest_first(
+        known = [
             dataclasses.replace(info, is_readable=False)
             if stamp is None
             else dataclasses.replace(info, committed=stamp.committed, step=stamp.step)
             for info, stamp in self._stamps.items()
-        )
+        ]
+        return newest_first([*known, *unread])
 
     def _read_stamp(self, info: CheckpointInfo) -> None:
         if info in self._stamps:

@@ -255,7 +255,8 @@ def find(
     is_file = not is_remote(place) and os.path.isfile(place)
     if is_file or is_directory_checkpoint(storage, place):
         return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
-    found = _read_of(Catalog(place, suffix="", storage_options=storage_options).checkpoints(), storage, failures)
+    catalog = Catalog(place, suffix="", storage_options=storage_options)
+    found = _read_of(catalog.checkpoints(files=_ENDING), storage, failures)  # a project has many other files
     kept = [info for info in found if info.is_directory or info.path.endswith(_ENDING)]
     if not found:
         if is_remote(place) and "/" in place.partition("://")[2]:

@@ -16,8 +16,8 @@ def add_commands(commands: Commands) -> None:
         _latest,
         help="print the path of the newest checkpoint of a directory that verifies",
         example="runs/7",
-        codes="0 there is one, 1 there are checkpoints and none verifies, the directory cannot be read, it is a\n"
-        "checkpoint, or there is no such bucket, 2 usage, 3 there is nothing to resume (no checkpoints, or no such\n"
+        codes="0 there is one, 1 there are checkpoints and none verifies, the directory cannot be read, it is a "
+        "checkpoint, or there is no such bucket, 2 usage, 3 there is nothing to resume (no checkpoints, or no such "
         "directory).",
     )
     latest.add_argument("directory", metavar="DIR", help="a directory of checkpoints; path or URL")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -32,6 +33,8 @@ def _report(options: Options) -> int:
         processes = read_events(options.events)
     except (OSError, ValueError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        log = next((f"{path}.jsonl" for path in options.events if os.path.isfile(f"{path}.jsonl")), None)
+        said = said if log is None else f"{said} (this is the page: give {log})"
         code = Exit.MISSING if isinstance(error, FileNotFoundError) else Exit.FAILED
         return fail(options, f"there is no event log: {said}", code)
     if options.output is not None:

@@ -42,7 +42,7 @@ def add_commands(commands: Commands) -> None:
         "FOREIGN     no checkpoint, or of a version that is not known here\n"
         "ERROR       it could not be read",
         example="runs/7",
-        codes="0 whole or no digests, 1 DAMAGED or ERROR, 2 usage, 3 MISSING or nothing to verify, 4 FOREIGN;\n"
+        codes="0 whole or no digests, 1 DAMAGED or ERROR, 2 usage, 3 MISSING or nothing to verify, 4 FOREIGN; "
         "of several checkpoints, the first of 1, 3, 4 that occurs.",
     )
     verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or a directory of them")

@@ -30,6 +30,7 @@ from ckpt_core import (
     Part,
     StorageError,
     __version__,
+    catalog,
     verify,
 )
 from ckpt_core._layouts.torch_file.manifest import FORMAT_VERSION
@@ -409,6 +410,22 @@ def test_ls_of_a_directory_without_checkpoints_says_so(directory: Path, capsys: 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"no checkpoints in {directory / 'logs'} (1 other file)\n"
+
+
+def test_ls_reads_no_other_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "src").mkdir()
+    for name in ("train.py", "src/model.py", "src/weights.pt"):
+        (directory / name).write_text("no checkpoint")
+    Checkpointer(strategy="sync").save({"step": 3}, directory / "src" / "c.ckpt")
+    read, stamp_of = list[str](), catalog.stamp_of
+
+    def note(path: str, **options: Any) -> Any:
+        read.append(os.path.relpath(path, directory))
+        return stamp_of(path, **options)
+
+    monkeypatch.setattr(catalog, "stamp_of", note)
+    assert main(["ls", "-R", str(directory)]) == 0
+    assert sorted(read) == ["a.ckpt", "b.ckpt", "src/c.ckpt"]
 
 
 def test_ls_points_to_checkpoints_below_and_lists_them(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:

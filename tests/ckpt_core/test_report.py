@@ -416,6 +416,9 @@ def test_what_is_no_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "other").write_text("[1, 2]\n{}\n")
     assert main(["report", str(tmp_path / "other")]) == 1
     assert "holds no events" in capsys.readouterr().err
+    (tmp_path / "other.jsonl").touch()
+    assert main(["report", str(tmp_path / "other")]) == 1
+    assert f"(this is the page: give {tmp_path / 'other.jsonl'})" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 3
 
 
