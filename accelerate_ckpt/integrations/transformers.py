@@ -10,6 +10,8 @@ on the given Trainer only:
 ``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may have made
                             it the best one, and before ``on_save``
 ``save_model``, ``_save``   during a save, the files beside the weights alone
+``_save_optimizer_and_``     during a save, nothing; overrides of it put there what they keep besides
+``scheduler``
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
                             strategy wrote
 ``_load_best_model``        the same, and with the last save still in the background
@@ -87,14 +89,23 @@ _NEEDED = {
     "_save_checkpoint": ["self", "model", "trial"],
     "save_model": ["self", "output_dir", "_internal_call"],
     "_save": ["self", "output_dir", "state_dict"],
+    "_save_optimizer_and_scheduler": ["self", "output_dir"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
     "_load_rng_state": ["self", "checkpoint"],
 }
 # What TRL's trainers have that train in several steps on what the model has generated
 _GENERATED = ("_step", "_buffered_inputs")
-_NOT_NOTED = "a rank was lost, and what the model had generated for the next steps is generated anew"
+_NOT_SAVED_GENERATED = (
+    "what the model had generated for the next steps is not in the checkpoint: this release of TRL keeps it otherwise "
+    "than known"
+)
+_NOT_NOTED = (
+    "a rank was lost, and what the model had generated for the next steps, or parameters outside of the model, are not "
+    "those of that step"
+)
 _COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # what _run_epoch is told
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
 
 
@@ -200,7 +211,9 @@ class ResumableCallback(TrainerCallback):
             index = next(i for i, each in enumerate(accelerator._custom_objects) if each is loop_state)
             self._session.note_ahead = lambda loss: {"custom": {index: loop_state.after(loss)}}
             self._session.note_object = lambda each: loop_state.noted() if each is loop_state else each.state_dict()
-            self._session.not_noted = lambda: [_NOT_NOTED] if _generated_by(trainer) else []
+            self._session.not_noted = lambda: (
+                [_NOT_NOTED] if _generated_by(trainer) or _trained_besides(trainer) else []
+            )
             target = lambda: self._path_of_step(trainer.state.global_step)  # noqa: E731
             self._session.saves_alone = SavesAlone(os.path.abspath(trainer.args.output_dir), target, self._add_files)
         if self._session.preemption is not None:
@@ -252,7 +265,9 @@ class ResumableCallback(TrainerCallback):
             refuse_damaged_ours(path)  # of which the Trainer would take the weights alone, without a word
         preemption = self._session.preemption
         try:
-            result = stock(path, trial, *args, **kwargs)
+            # by name: train() of a subclass may take nothing else
+            given = {} if path is None else {"resume_from_checkpoint": path}
+            result = stock(path, None, *args, **kwargs) if args else stock(**given, **kwargs)
             self._end_if_told()
         except BaseException as error:
             save_if_rank_was_lost(error)
@@ -473,6 +488,7 @@ class ResumableCallback(TrainerCallback):
         session.limit = functools.partial(_surplus, weakref.proxy(trainer))  # the session outlives the Trainer
         session.protected = {state.best_model_checkpoint} if state.best_model_checkpoint else set()
         session.not_exact = [] if self._loader_is_known() else [_NOT_PREPARED]
+        session.not_exact += [_NOT_SAVED_GENERATED] if _generated_is_lost(trainer) else []
         trainer.accelerator.save_state(target)
 
     def _stay_where_it_began(self) -> None:
@@ -492,6 +508,7 @@ class ResumableCallback(TrainerCallback):
         self._adds_files = True
         try:
             self._trainer.save_model(directory, _internal_call=True)
+            self._trainer._save_optimizer_and_scheduler(directory)
         finally:
             self._adds_files = False
         weights = os.path.join(directory, f"{indexed('model', 0)}.safetensors")
@@ -610,6 +627,10 @@ class _BelowOverrides(Trainer):
         elif output_dir is not None:
             callback._add_model_files(output_dir)
 
+    def _save_optimizer_and_scheduler(self, output_dir: Any) -> None:
+        if not self._resumable_callback._adds_files:
+            super()._save_optimizer_and_scheduler(output_dir)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         self._resumable_callback._load_from_checkpoint(super()._load_from_checkpoint, resume_from_checkpoint, model)
 
@@ -659,7 +680,10 @@ class _LoopState:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.noted(), "generated": _generated_by(self._trainer)}
+        # the gradients, too: the Trainer zeroes those of its model alone
+        trained = [[parameter.detach(), parameter.grad] for parameter in _trained_besides(self._trainer)]
+        besides = {"besides": trained} if trained else {}
+        return {**self.noted(), **besides, "generated": _generated_by(self._trainer)}
 
     def noted(self) -> dict[str, Any]:
         """Return what of the state is noted after each step: all that is small."""
@@ -680,6 +704,9 @@ class _LoopState:
         trainer._tr_loss.copy_(state["loss_since_log"])
         trainer._globalstep_last_logged = int(state["step_of_last_log"])
         vars(trainer).update(send_to_device(state.get("generated", {}), trainer.args.device))
+        for parameter, (value, gradient) in zip(_trained_besides(trainer), state.get("besides", ()), strict=False):
+            parameter.data.copy_(value)
+            parameter.grad = send_to_device(gradient, parameter.device)
         # The mean that train() returns is of its own steps.
         trainer._total_loss_scalar = -float(state["loss_since_log"])
 
@@ -688,6 +715,20 @@ def _generated_by(trainer: Any) -> dict[str, Any]:
     """Return what a Trainer of TRL's has generated and trains on in later steps, too, if a checkpoint can hold it."""
     found = {name: vars(trainer).get(name) for name in _GENERATED}
     return found if found["_buffered_inputs"] is not None and is_plain(found) else {}
+
+
+def _trained_besides(trainer: Any) -> list[Any]:
+    """Return what the optimizer trains outside of the model, as the classifier of a sentence-transformers loss."""
+    known = {id(one) for model in trainer.accelerator._models for one in model.parameters()}
+    return [one for group in trainer.optimizer.param_groups for one in group["params"] if id(one) not in known]
+
+
+def _generated_is_lost(trainer: Any) -> bool:
+    """Return whether a Trainer of TRL's is about to use what it has generated, and a checkpoint would not hold it."""
+    args = trainer.args
+    steps = getattr(args, "steps_per_generation", None)
+    step = vars(trainer).get("_step", trainer.state.global_step * args.gradient_accumulation_steps)
+    return bool(steps and step % (steps * getattr(args, "num_iterations", 1)) and not _generated_by(trainer))
 
 
 def _of_the_script(known: weakref.ref[Any]) -> list[object]:
@@ -731,10 +772,16 @@ def _check_arguments(trainer: Any) -> None:
         f"an output_dir that is a URL: {args.output_dir}": "://" in str(args.output_dir),
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled,
+        f"{type(trainer).__name__}, whose train() takes no resume_from_checkpoint": not _can_resume(type(trainer)),
     }
     for problem, is_there in problems.items():
         if is_there:
             raise OptionError(f"not supported with ResumableCallback: {problem}")
+
+
+def _can_resume(kind: type[Trainer]) -> bool:
+    parameters = inspect.signature(kind.train).parameters
+    return "resume_from_checkpoint" in parameters or any(one.kind in _ANY for one in parameters.values())
 
 
 def _restore_counts(trainer: Any) -> None:

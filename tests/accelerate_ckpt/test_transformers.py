@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import logging
 import os
 import random
@@ -187,6 +188,21 @@ class Generates(Trainer):
         return super().training_step(model, inputs, *args)
 
 
+class TrainsBesides(Trainer):
+    """Has weights in the optimizer that are not the model's, as losses of sentence-transformers have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def create_optimizer(self, *args: Any) -> Any:
+        super().create_optimizer(*args).add_param_group({"params": [self.scale]})
+        return self.optimizer
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * self.scale
+
+
 @pytest.mark.filterwarnings("error:this resume begins")
 @pytest.mark.extended_cells("middle")
 @pytest.mark.parametrize(
@@ -197,8 +213,9 @@ class Generates(Trainer):
         (8, {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4}),  # evaluations, which read the noisy data too
         (7, {"eval_strategy": "steps", "eval_steps": 3, "dataloader_num_workers": 2}),
         (7, {"kind": Generates}),
+        (7, {"kind": TrainsBesides}),
     ],
-    ids=["middle", "epoch", "evaluation", "workers", "generated"],
+    ids=["middle", "epoch", "evaluation", "workers", "generated", "besides"],
 )
 def test_a_resumed_run_ends_and_logs_as_one_that_was_never_interrupted(
     tmp_path: Path, stop: int, arguments: dict[str, Any]
@@ -230,6 +247,34 @@ def test_what_was_generated_is_saved_but_not_noted_after_each_step(tmp_path: Pat
     trainer._buffered_inputs = torch.zeros(2)  # a Trainer of the script's, which keeps something else there
     (saved,) = (each.state_dict() for each in trainer.accelerator._custom_objects)
     assert saved["generated"]["_buffered_inputs"].tolist() == [0.0, 0.0]
+
+
+class GeneratesOtherwise(Generates):
+    """Keeps it under other names, as a later release of TRL may."""
+
+    def training_step(self, *args: Any) -> Any:
+        loss = super().training_step(*args)
+        self.kept = self.__dict__.pop("_buffered_inputs", None) or self.kept
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_buffered_inputs":
+            return self.kept
+        return super().__getattribute__(name)
+
+
+@pytest.mark.filterwarnings("ignore:this resume begins")
+@pytest.mark.parametrize(
+    ("steps", "kind", "is_said"), [(5, GeneratesOtherwise, True), (2, GeneratesOtherwise, False), (5, Generates, False)]
+)
+def test_it_is_said_where_what_was_generated_is_kept_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, kind: type[Trainer], is_said: bool
+) -> None:
+    for stop in (3, 4):
+        trainer = trainer_for(tmp_path, kind=kind, max_steps=stop, lr_scheduler_type="constant")
+        trainer.args.steps_per_generation = steps
+        trainer.train(resume_from_checkpoint=stop == 4)
+    assert ("what the model had generated for the next steps is not in the checkpoint" in caplog.text) == is_said
 
 
 class Anneals(TrainerCallback):
@@ -761,6 +806,54 @@ def test_what_subclasses_override_is_called(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "whole"))
     names = {path.name for path in (tmp_path / "whole").iterdir()}
     assert names == {"model.safetensors", "training_args.bin", "extra.json", "value_head.json"}
+
+
+class KeepsMore(Trainer):
+    """Scales the loss by a mean of its own, which it keeps beside the optimizer, as TRL's BCOTrainer does."""
+
+    mean = 1.0
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        return super().train(resume_from_checkpoint, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.mean = 0.5 * self.mean + 0.5 * float(loss.detach())
+        return loss / self.mean
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        Path(output_dir, "running.json").write_text(json.dumps(self.mean))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint:
+            self.mean = json.loads(Path(checkpoint, "running.json").read_text())
+
+
+@pytest.mark.filterwarnings("error:this resume begins")
+def test_what_a_subclass_keeps_beside_the_optimizer_is_restored(tmp_path: Path) -> None:
+    whole = trainer_for(tmp_path / "whole", kind=KeepsMore, max_steps=6)
+    whole.train()
+    stopped = trainer_for(tmp_path / "parts", kind=KeepsMore, max_steps=6)
+    stopped.add_callback(StopAfter(3))
+    with pytest.raises(StopError):
+        stopped.train()
+    resumed = trainer_for(tmp_path / "parts", kind=KeepsMore, max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.mean == whole.mean != 1.0
+    files = {path.name for path in (tmp_path / "parts/checkpoint-6").iterdir()}
+    assert "running.json" in files and not files & {"optimizer.pt", "scheduler.pt"}
+
+
+class TrainsAlone(Trainer):
+    def train(self) -> Any:
+        raise AssertionError
+
+
+def test_a_trainer_that_cannot_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"TrainsAlone, whose train\(\) takes no resume_from_checkpoint"):
+        trainer_for(tmp_path, kind=TrainsAlone)
 
 
 class ReadsItsOwn(Trainer):
