@@ -10,14 +10,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
+PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt", "ckpt_async")
 MOST_MESSAGES = 8  # of one entry: what fits more says nothing about any
 FEWEST_LETTERS = 8  # what has fewer passes another message on
 
 
 def errors() -> set[str]:
-    tree = ast.parse((ROOT / "ckpt_core" / "errors.py").read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    files = [ROOT / "ckpt_core" / "errors.py", *(ROOT / "ckpt_async").rglob("*.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {node.name for node in classes if node.name.endswith("Error")}
 
 
 def text_of(node: ast.expr) -> str:

@@ -37,7 +37,8 @@ class TorchftLoop(OuterLoop):
             missing += [f"_fragments[].{name}" for name in _FRAGMENT if not hasattr(fragment, name)]
         if missing:
             raise CheckpointError(
-                f"this {type(diloco).__name__} has no {', '.join(dict.fromkeys(missing))}", remedy="use torchft 0.2"
+                f"the {type(diloco).__name__} of this torchft has no {', '.join(dict.fromkeys(missing))}",
+                remedy="use torchft 0.2",
             )
         self._diloco = diloco
         self._manager = manager

@@ -270,8 +270,10 @@ class Listener:
             connection.send(word)
         connection.close()
         if self.rejected & (self.rejected - 1) == 0:  # each power of two, so that nobody can fill the log
-            said = "%d connections to %s have not shown that they know the secret; the last one came from %s"
-            logger.warning(said, self.rejected, self.address, where)
+            logger.warning(
+                "%d connections to %s have not shown that they know the secret; the last one came from %s",
+                *(self.rejected, self.address, where),
+            )
 
     def _forget(self, connection: socket.socket) -> _Stranger:
         with contextlib.suppress(KeyError):

@@ -169,8 +169,11 @@ class CutStore:
         known = {number[0] for path in self._saves.directories() if (number := _number(path)) is not None}
         if generation is not None:
             if generation <= (newest := max(known, default=generation - 1)):
-                told = f"this start has generation {generation}, and there are checkpoints of generation {newest}"
-                raise CheckpointError(told, path=self.root, remedy=grows)
+                raise CheckpointError(
+                    f"this start has generation {generation}, and there are checkpoints of generation {newest}",
+                    path=self.root,
+                    remedy=grows,
+                )
             return generation
         directory = os.path.join(self.root, _GENERATIONS)
         os.makedirs(directory, exist_ok=True)
