@@ -637,11 +637,13 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         plugin = trainer.strategy.checkpoint_io
-        if isinstance(plugin, _PLUGINS) and _saves_through_plugin(trainer.strategy):
+        if not isinstance(plugin, _PLUGINS) or not _saves_through_plugin(trainer.strategy):
+            super()._link_checkpoint(trainer, filepath, linkpath)
+        elif self.file_exists(filepath, trainer):
             # A symbolic link would lead nowhere until the file is written, and Lightning deletes the old one first.
             _copy(trainer, plugin, filepath, linkpath)
-        else:
-            super()._link_checkpoint(trainer, filepath, linkpath)
+        else:  # somebody has deleted it
+            self._save_checkpoint(trainer, linkpath)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -663,6 +665,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         # Damaged checkpoints are not counted, so that they are not deleted.
         self._forget(self._lookup.was_passed_over)
         self._forget_what_was_not_saved(trainer)
+        _forget_beyond_top_k(self)
         if self._memory is not None:
             self._memory.training_starts()
         if self._preemption is not None:
@@ -757,7 +760,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
         checked = self._last_time_checked
         state["seconds_since_check"] = None if checked is None else time.monotonic() - checked
         path, step = self._being_saved or (self._last_checkpoint_saved, self._last_global_step_saved)
-        return {**state, "last_checkpoint_saved": path, "last_global_step_saved": step}
+        # A save that is due, and waits for the monitored value of a validation, unless it is this one.
+        deferred = self._being_saved is None and getattr(self, "_defer_save_until_validation", False)
+        return {**state, "last_checkpoint_saved": path, "last_global_step_saved": step, "deferred": deferred}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -771,6 +776,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._seconds_since_check = state_dict.get("seconds_since_check")
             self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
             self._last_global_step_saved = state_dict.get("last_global_step_saved", 0)
+            self._defer_save_until_validation = state_dict.get("deferred", False)
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         if self._retention is not None and self._retention.wants(previous):
@@ -996,6 +1002,23 @@ class ResumableCheckpoint(ModelCheckpointBase):
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
         self._best_model_path = path
+
+
+def _forget_beyond_top_k(callback: ResumableCheckpoint) -> None:
+    """Let a run that resumes with a smaller ``save_top_k`` keep so many; Lightning would delete none ever again."""
+    known, count = callback.best_k_models, callback.save_top_k
+    if not 0 < count < len(known):
+        return
+    best_first = sorted(known, key=lambda path: float(known[path]), reverse=callback.mode == "max")
+    for path in best_first[count:]:
+        del known[path]
+    callback.kth_best_model_path, callback.kth_value = best_first[count - 1], known[best_first[count - 1]]
+    logger.warning(
+        "save_top_k is %d now, and the run had kept %d: delete those yourself that you no longer need: %s",
+        count,
+        len(best_first),
+        ", ".join(map(os.path.basename, best_first[count:])),
+    )
 
 
 class _WithAutomaticOptimization:

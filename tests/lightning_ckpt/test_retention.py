@@ -39,7 +39,17 @@ class Model(pl.LightningModule):
         return DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=2)
 
 
-def fit(directory: Path | str, plugin: Any, steps: int, ckpt_path: str | None = None, **settings: Any) -> Any:
+def fit(
+    directory: Path | str,
+    plugin: Any,
+    steps: int,
+    ckpt_path: str | None = None,
+    *,
+    model: Any = None,
+    ends: Any = None,
+    val_check_interval: int | None = None,
+    **settings: Any,
+) -> Any:
     defaults = {"every_n_train_steps": 1, "filename": "{step}", "save_top_k": -1}
     callback = ResumableCheckpoint(directory, **{**defaults, **settings})
     with warnings.catch_warnings():
@@ -48,13 +58,15 @@ def fit(directory: Path | str, plugin: Any, steps: int, ckpt_path: str | None = 
             accelerator="cpu",
             devices=1,
             max_steps=steps,
-            callbacks=[callback],
+            callbacks=[callback, *([] if ends is None else [ends])],
+            val_check_interval=val_check_interval,
+            num_sanity_val_steps=0,
             plugins=[plugin],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Model(), ckpt_path=ckpt_path)
+        trainer.fit(Model() if model is None else model, ckpt_path=ckpt_path)
     return callback
 
 
@@ -119,6 +131,57 @@ def test_best_ones_that_were_not_copied_along_do_not_count(tmp_path: Path) -> No
     callback = fit(tmp_path / "copied", AsyncCheckpointIO(), 7, **RANKED, ckpt_path="last")
     assert steps_in(tmp_path / "copied") == [5, 6]
     assert callback.best_model_path == str(tmp_path / "copied" / "step=5.ckpt")
+
+
+def test_a_smaller_top_k_holds_from_the_resume_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning, which compares numbers for equality, would delete no checkpoint ever again."""
+    settings = {"monitor": "score", "mode": "max"}
+    fit(tmp_path, AsyncCheckpointIO(), 7, save_top_k=3, **settings)
+    assert steps_in(tmp_path) == [1, 6, 7]
+    fit(tmp_path, AsyncCheckpointIO(), 9, save_top_k=1, ckpt_path="last", **settings)
+    assert steps_in(tmp_path) == [6, 7, 9]
+    assert "save_top_k is 1 now" in caplog.text and "step=7.ckpt, step=6.ckpt" in caplog.text
+
+
+class Validated(Model):
+    """Its score is that of a validation, after each second batch of four."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", abs(float(self.trainer.global_step) - 4.0))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(2, 2)))
+
+
+class Ends(pl.Callback):
+    """Saves when the validation of a step begins, and ends the run, as a signal does."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_save_that_waits_for_a_validation_is_made_after_the_resume(tmp_path: Path, step: int) -> None:
+    """After an epoch's last batch, which is step 4, a save waits for the values of its validation."""
+    settings = {"monitor": "score", "save_top_k": 2, "model": Validated(), "val_check_interval": 2}
+    fit(tmp_path / "whole", AsyncCheckpointIO(), 8, every_n_train_steps=2, **settings)
+    assert steps_in(tmp_path / "whole") == [4, 6]
+    ended = tmp_path / "ended.ckpt"
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "resumed", AsyncCheckpointIO(), 8, every_n_train_steps=2, ends=Ends(step, ended), **settings)
+    fit(tmp_path / "resumed", AsyncCheckpointIO(), 8, every_n_train_steps=2, ckpt_path=str(ended), **settings)
+    assert steps_in(tmp_path / "resumed") == [4, 6]
 
 
 def test_both_policy_and_top_k_keep(tmp_path: Path) -> None:

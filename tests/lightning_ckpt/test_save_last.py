@@ -217,6 +217,22 @@ def test_with_nothing_to_link_to_the_last_one_is_saved_each_time(plugin: Any, tm
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS.keys())
+def test_what_was_deleted_by_hand_is_saved_again_instead_of_linked_to(plugin: Any, tmp_path: Path) -> None:
+    settings = {"every_n_train_steps": 4, "save_top_k": -1, "save_last": "link"}
+    run(ResumableCheckpoint, plugin, tmp_path / "c", settings, max_steps=5)
+    (tmp_path / "c" / "step=4.ckpt").unlink()
+    run(
+        ResumableCheckpoint,
+        plugin,
+        tmp_path / "c",
+        settings,
+        max_steps=BATCHES + 1,
+        ckpt_path=tmp_path / "c" / "last.ckpt",
+    )
+    assert contents(tmp_path / "c") == {"last.ckpt": BATCHES + 1}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS.keys())
 def test_a_link_leads_to_nothing_in_another_directory(slow_disk: None, plugin: Any, tmp_path: Path) -> None:
     settings = {"every_n_train_steps": 4, "save_top_k": -1, "save_last": "link"}
     old, new = tmp_path / "old", tmp_path / "new"
