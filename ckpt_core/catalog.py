@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 RECORD_OF_RESUMES = ".ckpt-resumes.json"  # see ckpt_core.resume
 _RECORDS = (LEDGER_NAME, RECORD_OF_RESUMES)  # beside the checkpoints
 _READERS = 8  # threads
+_LOOKS = 3  # at most, where a run deletes what was listed: it may have saved another one meanwhile
 _STEP_IN_NAME = re.compile(r"(?:step|checkpoint)[=_-]?([0-9]+)")
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -253,6 +254,10 @@ def _warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | N
         logger.warning("passed over the checkpoint %s: %s%s", path, error.message, instead)
 
 
+class _DeletedMeanwhileError(Exception):
+    """A checkpoint that was listed is not there any more."""
+
+
 class Catalog:
     """The committed checkpoints in one directory, whether they are files or directories.
 
@@ -322,11 +327,14 @@ class Catalog:
         Args:
             files: Only files with this ending are read. What others say of themselves is left out.
         """
-        found, unread = list[CheckpointInfo](), list[CheckpointInfo]()
-        for info in self._found():
-            (found if info.is_directory or info.path.endswith(files) else unread).append(info)
-        run_parallel(self._read_stamp, found, threads=min(_READERS, len(found)))
-        self._stamps = {info: self._stamps[info] for info in found if info in self._stamps}
+        for _ in range(_LOOKS):
+            found, unread = list[CheckpointInfo](), list[CheckpointInfo]()
+            for info in self._found():
+                (found if info.is_directory or info.path.endswith(files) else unread).append(info)
+            run_parallel(self._read_stamp, found, threads=min(_READERS, len(found)))
+            self._stamps = {info: self._stamps[info] for info in found if info in self._stamps}
+            if all(info in self._stamps for info in found):
+                break
         known = [
             dataclasses.replace(info, is_readable=False)
             if stamp is None
@@ -408,8 +416,25 @@ class Catalog:
             CheckpointNotFoundError: There is no such bucket.
             StorageError: The directory is a file, or behind a link that leads nowhere.
         """
-        self.passed_over = {}
         wait_for_saves(self._saved_in, below=self._levels > 0)  # of any checkpointer in this process
+        try:
+            for _ in range(_LOOKS):
+                with contextlib.suppress(_DeletedMeanwhileError):
+                    return self._look(accept, order, again=True)
+            return self._look(accept, order, again=False)
+        finally:
+            for path, error in self.passed_over.items():
+                notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
+
+    def _look(
+        self,
+        accept: Callable[[Any], bool] | None,
+        order: Callable[[list[CheckpointInfo]], list[CheckpointInfo]] | None,
+        *,
+        again: bool,
+    ) -> CheckpointInfo | None:
+        """Walk back once; what was deleted meanwhile is left out, or ends the walk if there is to be another one."""
+        self.passed_over = {}
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
         if not by_age:
             self.refuse_wrong_directory()
@@ -426,19 +451,24 @@ class Catalog:
         def is_wanted(info: CheckpointInfo) -> bool:
             return accept is None or place(info)._is_accepted(info.path, accept)
 
-        try:
-            return first_usable(
-                self.root,
-                newest_first([*by_age, *in_memory]) if in_memory else by_age,
-                lambda info: place(info).check(info.path),
-                passed_over=self.passed_over,
-                order=in_order,
-                is_wanted=is_wanted,
-                is_gone=lambda _, error: isinstance(error, CheckpointNotFoundError),
-            )
-        finally:
-            for path, error in self.passed_over.items():
-                notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
+        def is_gone(info: CheckpointInfo, error: CheckpointError) -> bool:
+            gone = isinstance(error, CheckpointNotFoundError)
+            if isinstance(error, CheckpointCorruptedError):  # a directory that is deleted loses its files one by one
+                committed_by = f"{info.path}/{MANIFEST_NAME}" if info.is_directory else info.path
+                gone = not place(info)._storage.exists(committed_by)
+            if gone and again:
+                raise _DeletedMeanwhileError
+            return gone
+
+        return first_usable(
+            self.root,
+            newest_first([*by_age, *in_memory]) if in_memory else by_age,
+            lambda info: place(info).check(info.path),
+            passed_over=self.passed_over,
+            order=in_order,
+            is_wanted=is_wanted,
+            is_gone=is_gone,
+        )
 
     def refuse_wrong_directory(self) -> None:
         """Refuse a directory where no checkpoint can be: that is no first start, but a wrong path.

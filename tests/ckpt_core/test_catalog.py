@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer
+from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core._pipeline.loading import peek
 from ckpt_core.events import CheckpointSkipped, Event
 from ckpt_core.storage import LocalStorage
-from ckpt_core.storage.base import FileInfo
+from ckpt_core.storage.base import FileInfo, FileReader
 from tests.support.damage import flip_bit
 
 
@@ -56,6 +56,35 @@ def test_what_is_deleted_after_it_was_listed_is_left_out(directory: Path) -> Non
             return found
 
     assert names(Catalog(directory, storage=BesideARun()).checkpoints()) == ["3.ckpt", "1.ckpt"]
+
+
+@pytest.mark.parametrize("layout", ["file", "directory"])
+@pytest.mark.parametrize("opened", [1, 2, 3])  # times before it is replaced: its age, its bytes
+def test_what_replaces_the_only_checkpoint_while_it_is_read_is_found(tmp_path: Path, layout: str, opened: int) -> None:
+    """An earlier start of the run still saves, with save_top_k=1: that must not become a start from the beginning."""
+
+    def save(step: int) -> None:
+        path = tmp_path / f"step={step}.ckpt"
+        if layout == "file":
+            Checkpointer(strategy="sync").save({"weight": torch.ones(9)}, path)
+        else:
+            part = Part("model", {"weight": torch.ones(9)}, Kind.REPLICATED)
+            DirectoryCheckpointer(strategy="sync").save([part], path)
+
+    class BesideARun(LocalStorage):
+        left = opened
+
+        def open(self, path: str) -> FileReader:
+            self.left -= 1
+            if self.left == 0:
+                save(2)
+                LocalStorage().remove(str(tmp_path / "step=1.ckpt"))
+            return super().open(path)
+
+    save(1)
+    info = Catalog(tmp_path, storage=BesideARun()).newest_verified()
+    assert info is not None
+    assert info.name == ("step=1.ckpt" if opened == 3 and layout == "file" else "step=2.ckpt")
 
 
 def test_walk_back_to_the_newest_that_verifies(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
