@@ -42,7 +42,7 @@ class LocalFileWriter(FileWriter):
         self._path = path
         self._expected_size = expected_size
         self._directory = os.path.dirname(os.path.abspath(path))
-        self._part = _part_name(path)
+        self._part = local_directory.hidden_name(path, uuid.uuid4().hex[:12])
         self._direct = False
         self._descriptor = -1
         try:
@@ -132,12 +132,6 @@ def _refuse_working_directory(path: str, does: str, remedy: str) -> None:
     directory = os.path.realpath(path)
     if os.path.isdir(path) and os.path.commonpath([os.path.realpath(here), directory]) == directory:
         raise StorageError(f"{does} the directory in which this process works", path=path, remedy=remedy)
-
-
-def _part_name(path: str) -> str:
-    directory, name = os.path.split(os.path.abspath(path))
-    start = os.fsdecode(os.fsencode(name)[:200])  # a name has at most 255 bytes
-    return os.path.join(directory, f".{start}.{uuid.uuid4().hex[:12]}{SUFFIX}")
 
 
 def _refuse_special(path: str, *, is_directory: bool = False) -> None:
@@ -293,7 +287,7 @@ class LocalStorage(Storage):
 
     def copy(self, source: str, target: str) -> int:
         directory = os.path.dirname(os.path.abspath(target))
-        part = _part_name(target)
+        part = local_directory.hidden_name(target, uuid.uuid4().hex[:12])
         try:
             _make_directories(directory)
             _refuse_special(target)

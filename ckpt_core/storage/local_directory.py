@@ -60,7 +60,7 @@ class StagingDirectories:
 
     def begin(self, path: str, token: str) -> str:
         """Create the hidden directory of ``path``, or join those who have, and return its path."""
-        staging = _hidden(path, token)
+        staging = hidden_name(path, token)
         for left in [left for left in tuple(_undeleted) if os.path.dirname(left) == os.path.dirname(staging)]:
             with contextlib.suppress(OSError):
                 _delete_tree(left)
@@ -74,7 +74,7 @@ class StagingDirectories:
         """Give the hidden directory, all of whose files are durable, its final name; keep what others put there."""
         for attempt in range(_MOST_ATTEMPTS):
             try:
-                _publish(_hidden(path, token), path, token, gone)
+                _publish(hidden_name(path, token), path, token, gone)
             except OSError as error:
                 # Another job has made a directory of that name in the very moment, or has removed it.
                 if error.errno not in _CHANGED_MEANWHILE or attempt == _MOST_ATTEMPTS - 1:
@@ -84,11 +84,11 @@ class StagingDirectories:
 
     def discard(self, path: str, token: str) -> None:
         """Delete the hidden directory, whoever is still writing into it."""
-        _delete_tree(_hidden(path, token))
+        _delete_tree(hidden_name(path, token))
 
     def leave(self, path: str, token: str) -> None:
         """Stop writing into the hidden directory, and delete it if it is there still and nobody else writes into it."""
-        staging = _hidden(path, token)
+        staging = hidden_name(path, token)
         descriptor = -1
         for held in [held for held in tuple(self._locks) if held[0] == staging]:
             with contextlib.suppress(KeyError):  # another one, who leaves too, was faster
@@ -127,8 +127,11 @@ def _publish(staging: str, path: str, token: str, gone: Sequence[str]) -> None:
         _delete_tree(replaced)
 
 
-def _hidden(path: str, token: str) -> str:
+def hidden_name(path: str, token: str) -> str:
+    """Return the name that work on ``path`` has until it is committed."""
     directory, name = os.path.split(os.path.abspath(path))
+    if not token.endswith(_REPLACED):  # of those, :func:`restore` has to know the whole name
+        name = os.fsdecode(os.fsencode(name)[:200])  # a name has at most 255 bytes
     return os.path.join(directory, f".{name}.{token}{SUFFIX}")
 
 
@@ -206,7 +209,7 @@ def _exchange(one: str, other: str) -> bool:
 
 def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
     parent = os.path.dirname(staging)
-    replaced = _hidden(path, token + _REPLACED)
+    replaced = hidden_name(path, token + _REPLACED)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
@@ -229,7 +232,7 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
 
 def _given_up(replaced: str, path: str) -> str:
     """Give a replaced directory a name that :func:`restore` does not care about: it is about to lose its files."""
-    name = _hidden(path, uuid.uuid4().hex[:12])
+    name = hidden_name(path, uuid.uuid4().hex[:12])
     try:
         os.rename(replaced, name)
         sync_directory(os.path.dirname(name))
@@ -310,7 +313,7 @@ def delete_directory(path: str) -> None:
         if os.path.lexists(folder):  # otherwise another process is deleting it
             # What lies in it would be left, under the hidden name.
             raise PermissionError(errno.EACCES, f"no permission to delete in {folder}", folder)
-    hidden = _hidden(path, uuid.uuid4().hex[:12])
+    hidden = hidden_name(path, uuid.uuid4().hex[:12])
     _undeleted.add(hidden)  # before it is there, for Ctrl-C right after the rename
     try:
         os.rename(path, hidden)

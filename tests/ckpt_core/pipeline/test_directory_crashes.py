@@ -330,8 +330,17 @@ def test_a_read_only_parent(tmp_path: Path) -> None:
         DirectoryCheckpointer(strategy="sync").save(parts(1.0), tmp_path / "file" / "a")
     assert info.value.path == str(tmp_path / "file" / "a")
     with pytest.raises(StorageError, match="File name too long"):
-        DirectoryCheckpointer(strategy="sync").save(parts(1.0), tmp_path / ("x" * 250))
+        DirectoryCheckpointer(strategy="sync").save(parts(1.0), tmp_path / ("x" * 256))
     assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "\u4e2d" * 85], ids=["ascii", "other"])
+def test_a_name_as_long_as_the_filesystem_takes(tmp_path: Path, name: str) -> None:
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts(1.0), tmp_path / name)
+        assert os.listdir(tmp_path) == [name]
+        checkpointer.remove(tmp_path / name)
+    assert os.listdir(tmp_path) == []
 
 
 # ---- the catalog
