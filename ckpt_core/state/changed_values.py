@@ -365,8 +365,8 @@ class PlainState:
                     found.put(value)
             elif saved.get("only_filled", False):
                 missing.append(path)
-            elif "." not in path and isinstance(getattr(self.owner, "__dict__", None), dict):
-                vars(self.owner)[path] = value
+            elif isinstance(getattr(holder := holder_of(self.owner, path), "__dict__", None), dict):
+                vars(holder)[path.rpartition(".")[2]] = value
             else:
                 missing.append(path)
         return missing
@@ -414,6 +414,19 @@ class Counts(PlainState):
             if not self.has_opened(found) and small(now, is_kept=True) is not None:
                 known[path] = values.get(path, first)
         return super().restore(known, but)
+
+
+def holder_of(owner: Any, path: str) -> Any:
+    """Return the object that has the attribute at the end of a path; None if there is none, or it is in a container."""
+    holder = owner
+    with contextlib.suppress(Exception):  # of a user's class, whatever it raises: a save must not end by a look
+        for name in path.split(".")[:-1]:
+            if isinstance(holder, dict):
+                holder = holder[name]
+            else:
+                holder = holder[int(name)] if isinstance(holder, list) else getattr(holder, name)
+        return None if isinstance(holder, _CONTAINERS) else holder
+    return None
 
 
 def _types_in(holder: dict[Any, Any]) -> dict[Any, type]:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from ckpt_core.state.changed_values import UNREAD, PlainState, fingerprint, is_record, small
+from ckpt_core.state.changed_values import UNREAD, PlainState, fingerprint, holder_of, is_record, small
 from ckpt_core.state.code_origin import is_library, place_of
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import (
@@ -270,7 +270,7 @@ class UsersObjects(Live):
         for (name, path), found in new.items():
             # a flag may say that there is what no other process has
             is_kept = isinstance(found.holder, dict) and not self._plain[name].has_opened(found)
-            holder = _holder(self._owners[name], path) if is_kept else None
+            holder = holder_of(self._owners[name], path) if is_kept else None
             if holder is not None and isinstance(found.value, (torch.Tensor, tuple, *_ARRAYS, *_NUMBERS, *_CONTAINERS)):
                 kinds = (type(holder), type(self._owners[name]))
                 values[name, path] = (kinds, path, found.value, self._first(name, path))
@@ -308,7 +308,7 @@ class UsersObjects(Live):
         for name, values in made.items():
             if name in self._plain:
                 owner, now = self._owners[name], self._plain[name].digests()
-                missing = {path: value for path, value in values.items() if "." not in path and _lacks(owner, path)}
+                missing = {path: value for path, value in values.items() if _lacks(owner, path)}
                 for path, value in values.items():
                     if path in now and (now[path] in _EMPTY or _is_first(now[path], value)):
                         missing[path] = {**value, "in_place": True}
@@ -436,27 +436,16 @@ def _is_held(tensor: torch.Tensor) -> bool:
     return is_plain and tensor.untyped_storage().nbytes() <= _HELD
 
 
-def _lacks(owner: Any, name: str) -> bool:
+def _lacks(owner: Any, path: str) -> bool:
     """Whether an object has no attribute of its own: perhaps its class has what it begins with."""
-    return not hasattr(owner, name) or (hasattr(type(owner), name) and name not in vars(owner))
-
-
-def _holder(owner: Any, path: str) -> Any:
-    """Return the object that has the attribute at the end of a path; None if there is none, or it is in a container."""
-    holder = owner
-    with contextlib.suppress(Exception):  # of a user's class, whatever it raises: a save must not end by a look
-        for name in path.split(".")[:-1]:
-            if isinstance(holder, dict):
-                holder = holder[name]
-            else:
-                holder = holder[int(name)] if isinstance(holder, list) else getattr(holder, name)
-        return None if isinstance(holder, _CONTAINERS) else holder
-    return None
+    holder, name = holder_of(owner, path), path.rpartition(".")[2]
+    own = getattr(holder, "__dict__", None)
+    return own is not None and (not hasattr(holder, name) or (hasattr(type(holder), name) and name not in own))
 
 
 def _kinds(owner: Any, path: str) -> tuple[type, ...]:
     """Return the classes of whose code what is at a path is: a module in the module has its own file."""
-    holder = _holder(owner, path)
+    holder = holder_of(owner, path)
     return (type(owner),) if holder is owner or holder is None else (type(owner), type(holder))
 
 

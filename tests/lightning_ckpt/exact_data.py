@@ -71,6 +71,14 @@ class OwnStatefulLoader:
         self.done = state["done"]
 
 
+class Shifts(torch.nn.Module):
+    """Keeps in each step what the same step uses."""
+
+    def center(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.shift = inputs.mean(0)
+        return inputs - self.shift
+
+
 def make_loader(kind: str, workers: int = 0, rank: int = 0, world: int = 1) -> Any:
     kw: dict[str, Any] = {"batch_size": BATCH, "num_workers": workers}
     own = {"num_replicas": world, "rank": rank, "seed": 3}

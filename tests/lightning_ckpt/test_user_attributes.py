@@ -38,6 +38,7 @@ from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._exact.user_attributes import UsersObjects
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Outcome, Thaws, make_trainer, outcome
+from tests.lightning_ckpt.exact_data import Shifts
 from tests.support.accelerators import SIMULATED, SimulatedAccelerator
 from tests.support.data_sets import Samples
 
@@ -624,7 +625,7 @@ class SetsForTheNextStep(Model):
 
     def __init__(self, directory: Path) -> None:
         super().__init__({"val": True})
-        self.notes, self.updater = Notes(directory / "notes"), Updater()
+        self.notes, self.updater, self.shifts = Notes(directory / "notes"), Updater(), Shifts()
         self.late_factor, self.late_level, self.late_scale, self.late_began = 1.0, 0, torch.ones(1), 0.0
         self.late_weight = self.late_share = 1.0
 
@@ -635,6 +636,7 @@ class SetsForTheNextStep(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.add(f"{batch_idx} ")
         self.took = time.perf_counter() - self.late_began
+        batch = batch[0], self.shifts.center(batch[1])
         parts = self.late_factor * (1 + self.late_level) * float(self.late_scale) * self.late_weight * self.late_share
         return super().training_step(batch, batch_idx) * parts * self.late_part * self.updater.late_tau
 
@@ -675,6 +677,21 @@ def test_what_a_step_sets_for_the_next_one_is_put_back(at: tuple[str, int], tmp_
     expected, found, said = train_and_resume(training, tmp_path, at)
     assert not said
     assert found == expected
+
+
+def test_what_a_module_in_the_module_keeps_of_a_step_is_put_back(tmp_path: Path) -> None:
+    def users_of(model: Model) -> UsersObjects:
+        trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False)
+        trainer.strategy.connect(model)
+        return UsersObjects(trainer)
+
+    first, second = SetsForTheNextStep(tmp_path), SetsForTheNextStep(tmp_path)
+    users = users_of(first)
+    users.training_starts()
+    first.shifts.center(torch.ones(2, 4))
+    _, made = users.capture()
+    users_of(second).make_again(made)
+    assert torch.equal(second.shifts.shift, torch.ones(4))
 
 
 def test_the_time_of_another_process_is_not_put_back(tmp_path: Path) -> None:
