@@ -94,6 +94,7 @@ _NEEDED = {
     "_load_best_model": ["self"],
     "_load_rng_state": ["self", "checkpoint"],
 }
+_COUNTED = ("_total_train_tokens",)  # what TRL's trainers count for their logs
 # What TRL's trainers have that train in several steps on what the model has generated
 _GENERATED = ("_step", "_buffered_inputs")
 _NOT_SAVED_GENERATED = (
@@ -692,6 +693,7 @@ class _LoopState:
             "lr_scheduler": trainer.lr_scheduler.state_dict(),
             "loss_since_log": trainer._tr_loss.detach(),
             "step_of_last_log": int(trainer._globalstep_last_logged),
+            "counted": {name: vars(trainer)[name] for name in _COUNTED if name in vars(trainer)},
         }
 
     def after(self, loss: Any) -> dict[str, Any]:
@@ -703,6 +705,7 @@ class _LoopState:
         trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
         trainer._tr_loss.copy_(state["loss_since_log"])
         trainer._globalstep_last_logged = int(state["step_of_last_log"])
+        vars(trainer).update(state.get("counted", {}))
         vars(trainer).update(send_to_device(state.get("generated", {}), trainer.args.device))
         for parameter, (value, gradient) in zip(_trained_besides(trainer), state.get("besides", ()), strict=False):
             parameter.data.copy_(value)

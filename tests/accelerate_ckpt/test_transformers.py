@@ -173,11 +173,14 @@ def test_a_callback_that_was_added_too_late_says_so(tmp_path: Path) -> None:
 
 
 class Generates(Trainer):
-    """Trains for five batches on what it has drawn, as TRL's trainers do on what the model has generated."""
+    """Trains for five batches on what it has drawn, as TRL's trainers do on what the model has generated.
+
+    It counts what its logs would tell.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._step, self._buffered_inputs = 0, None
+        self._step, self._buffered_inputs, self._total_train_tokens = 0, None, 0
 
     def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
         if self._step % 5 == 0 or self._buffered_inputs is None:
@@ -185,6 +188,7 @@ class Generates(Trainer):
             self._buffered_inputs = [{**inputs, "inputs": one} for one in drawn]
         inputs = self._buffered_inputs[self._step % 5]
         self._step += 1
+        self._total_train_tokens += inputs["inputs"].numel()
         return super().training_step(model, inputs, *args)
 
 
@@ -232,6 +236,7 @@ def test_a_resumed_run_ends_and_logs_as_one_that_was_never_interrupted(
     assert resumed.state.global_step == 2 * STEPS_PER_EPOCH
     assert_same(weights(resumed), weights(whole))
     assert logged(resumed) == logged(whole) and len(logged(whole)) == 4
+    assert vars(resumed).get("_total_train_tokens") == vars(whole).get("_total_train_tokens")
 
 
 def test_what_was_generated_is_saved_but_not_noted_after_each_step(tmp_path: Path) -> None:
