@@ -32,8 +32,10 @@ _FEW = (int, float)
 _CONTAINERS = (list, dict, deque)
 _COUNTS = (*_FEW, np.generic, np.ndarray, torch.Tensor, *_CONTAINERS)
 _SMALL_ITEMS, _SMALL_BYTES = 1 << 10, 1 << 16
-# what is kept to be faster, and what a library keeps for a state_dict of its own
-_NO_STATE = ("cache", "state_dict")
+#: How the name ends of a number of the process that has made a generator.
+OF_A_PROCESS = "_generator_pid"
+# what is kept to be faster, what a library keeps for a state_dict of its own, and what is another in each process
+_NO_STATE = ("cache", "state_dict", OF_A_PROCESS)
 _NOT_FILLED = ("scratch", "buf", "tmp", "temp", "workspace")  # perhaps: memory that each process finds otherwise
 _KEPT_ITEMS, _KEPT_BYTES = 1 << 14, 1 << 20
 _FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # each is waited for

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
-from ckpt_core.state.changed_values import PlainState
+from ckpt_core.state.changed_values import OF_A_PROCESS, PlainState
 from ckpt_core.state.object_walk import Found, is_reader, reach
 from ckpt_core.state.rng import capture_generator, find_generators, made_generator, restore_generator
 from ckpt_core.state.samplers import handed_out
@@ -69,6 +70,12 @@ class Carried:
                     _add(holders[holder], key, made_generator(states[path]))
         if missing:
             self.look()
+        for name, owner in self._owners.items() if states else ():
+            for found in reach(owner):
+                # by which a collator of transformers (5.24) knows that it is in the process that made its generator
+                of = found.path.removesuffix(OF_A_PROCESS)
+                if of != found.path and f"{name}:{of}generator".removeprefix(":") in states:
+                    found.put(os.getpid())
 
     def _readers(self) -> Iterator[tuple[str, Any]]:
         for name in self._plain:

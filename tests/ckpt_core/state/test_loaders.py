@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, capture_buffers, join_ranks, restore_buffers, state_of_rank
+from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.loaders import FetchHistory, LoaderTracker
 from ckpt_core.state.rng import RngState, pack_rng
 from ckpt_core.state.samplers import RecordingSampler
@@ -527,3 +529,31 @@ def test_a_shuffle_buffer_that_no_state_has_is_said() -> None:
     dataset._ex_iterable = type("TakeExamplesIterable", (), {"ex_iterable": examples})()  # type: ignore[attr-defined]
     assert "lacks its shuffle buffer" in str(tracker.check(state))
     assert tracker.check(tracker.capture(tracker.mark(), 0)) is None
+
+
+class Masks:
+    """A collator that makes its generator when it first draws, once in each process: as that of transformers 5.24."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+        self._generator_pid: int | None = None
+
+    def __call__(self, rows: Any = ()) -> float:
+        if self.generator is None or self._generator_pid != os.getpid():
+            self.generator, self._generator_pid = torch.Generator().manual_seed(7), os.getpid()
+        return float(torch.rand(1, generator=self.generator))
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_a_generator_of_another_process_continues_in_this_one(workers: bool) -> None:
+    first, resumed = Masks(), Masks()
+    carried = Carried({"collate_fn": first})
+    first()
+    carried.look()
+    first._generator_pid = -1  # that process
+    generators, values = carried.generators(), carried.values()[0]
+    here = Carried({"collate_fn": resumed}, plain=not workers)
+    here.restore_values({} if workers else values)
+    here.restore_generators(generators)
+    first._generator_pid = os.getpid()
+    assert [resumed(), resumed()] == [first(), first()]
