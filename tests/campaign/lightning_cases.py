@@ -70,21 +70,56 @@ class Hooked(Net):
 
     def __init__(self, loader: Any, do: Callable[[Any], None]) -> None:
         super().__init__(loader)
-        self.do, self.factor = do, 1.0
+        self.do = do
 
     def on_train_epoch_start(self) -> None:
         self.do(self)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) * self.factor
 
 
 def _hooked(do: Callable[[Any], Any]) -> Callable[[Any], Net]:
     return lambda loader: Hooked(loader, do)
 
 
-def _set(name: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
-    return lambda model: setattr(model, name, value(model))
+class Anneals(Net):
+    """Weights the loss by the number of the epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.by_epoch = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.by_epoch = 1 / (1 + self.current_epoch)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.by_epoch
+
+
+class AnnealsByItself(Net):
+    """Weights the loss by what it was weighted by in the epoch before."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.by_itself = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.by_itself *= 0.9
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.by_itself
+
+
+class AnnealsByChance(Net):
+    """Weights the loss by a number that it draws for the epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.by_chance = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.by_chance = 1 + float(torch.rand(()))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.by_chance
 
 
 class SwitchesLate(Net):
@@ -410,23 +445,40 @@ class Registers(Net):
 
 
 class Datamodule(pl.LightningDataModule):
-    """With another loader in each epoch, perhaps by a count of its own."""
+    """Makes the loader of a model."""
 
-    def __init__(self, kind: str) -> None:
+    def train_dataloader(self) -> Any:
+        return DataLoader(Items(), 8, shuffle=True)
+
+
+class DataOfEpoch(pl.LightningDataModule):
+    """With another loader in each epoch, by its number."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(Items(64), range(self.trainer.current_epoch, 48 + self.trainer.current_epoch)), 8)
+
+
+class DataByCount(pl.LightningDataModule):
+    """With another loader in each epoch, by a count of its own."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.kind, self.made = kind, 0
-        self.generator = torch.Generator().manual_seed(11)
+        self.made = 0
 
     def train_dataloader(self) -> Any:
         self.made += 1
-        if self.kind == "epoch":
-            return DataLoader(Subset(Items(64), range(self.trainer.current_epoch, 48 + self.trainer.current_epoch)), 8)
-        if self.kind == "count":
-            return DataLoader(Subset(Items(64), range(self.made, 48 + self.made)), 8)
-        if self.kind == "generator":
-            order = torch.randperm(48, generator=self.generator).tolist()
-            return DataLoader(Subset(Items(64), order), 8)
-        return DataLoader(Items(), 8, shuffle=True)
+        return DataLoader(Subset(Items(64), range(self.made, 48 + self.made)), 8)
+
+
+class DataByChance(pl.LightningDataModule):
+    """With another loader in each epoch, by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(11)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(Items(64), torch.randperm(48, generator=self.generator).tolist()), 8)
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------
@@ -665,9 +717,9 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
 }
 
 MODELS: dict[str, dict[str, Any]] = {
-    "annealing": {"model": _hooked(_set("factor", lambda m: 1 / (1 + m.current_epoch)))},
-    "annealing by itself": {"model": _hooked(_set("factor", lambda m: m.factor * 0.9))},
-    "random factor": {"model": _hooked(_set("factor", lambda m: 1 + float(torch.rand(()))))},
+    "annealing": {"model": Anneals},
+    "annealing by itself": {"model": AnnealsByItself},
+    "random factor": {"model": AnnealsByChance},
     "eval in the hook": {"model": _hooked(lambda m: m.current_epoch and m.backbone.eval())},
     "freezes in the hook": {"model": _hooked(lambda m: m.current_epoch and m.backbone.requires_grad_(False))},
     "set_epoch in the hook": {
@@ -753,14 +805,14 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "evaluates by hand": {"model": EvaluatesByHand},
     "grows": {"model": Grows},
-    "datamodule": {"datamodule": lambda: Datamodule("plain"), "loader": None, "model": lambda _: _NoLoader()},
+    "datamodule": {"datamodule": Datamodule, "loader": None, "model": lambda _: _NoLoader()},
     **{
         f"datamodule, {kind}, reloads": {
-            "datamodule": lambda kind=kind: Datamodule(kind),
+            "datamodule": made,
             "model": lambda _: _NoLoader(),
             "trainer": {"reload_dataloaders_every_n_epochs": 1},
         }
-        for kind in ("epoch", "count", "generator")
+        for kind, made in (("epoch", DataOfEpoch), ("count", DataByCount), ("generator", DataByChance))
     },
 }
 
