@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from ckpt_core.errors import CheckpointFormatError
-from ckpt_core.state.changed_values import looks_without_waiting
+from ckpt_core.recorder import digest_generators
+from ckpt_core.state.changed_values import fingerprint, looks_without_waiting
 from ckpt_core.state.ddp import rebuild_ddp_buckets, unsaved_hook_states
 from ckpt_core.state.fast_pickle import Noted
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
@@ -130,6 +131,9 @@ class ExactState(Live):
         self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
+        # generators as they were before loaders were made, where that draws: by what says of which epoch these are
+        self._made: dict[str, Any] = {}
+        self._to_make: dict[str, Any] = {}  # of what is resumed from
         # whether this fit, or the one before it, had nothing left to train in a checkpoint of the one after it
         self._is_ahead = self._is_behind = False
         self._ahead: Callable[[], Any] = _no_model  # the model of the one before it then
@@ -312,10 +316,23 @@ class ExactState(Live):
         return sum(tensor._version for tensor in self._tensors)
 
     def _set_up(self, name: str, set_up: Callable[[], None]) -> None:
-        # a resumed run has the loaders that were made when they were last, for the epoch of then
+        # a resumed run has the loaders that were made when they were last, for the epoch and by the numbers of then
+        generators, made = self._users.generators, self._to_make.pop(name, None)
+        generators.look()
+        if made is not None:
+            RngState.decode(made["rng"]).restore()
+            generators.restore_generators(made["generators"])
+        before, own, last = RngState.capture(), generators.generators(), self._internals.progress()[name]
         epoch = math.inf if self._loaded is None else self._loaded[Kind.REPLICATED.value]["progress"][name]
         with self._internals.in_epoch(epoch):
             set_up()
+        if made is None and self._internals.progress()[name] != last:
+            draws = digest_generators(before) != digest_generators(RngState.capture())
+            draws |= fingerprint(own) != fingerprint(generators.generators())
+            made = {"rng": before.encode(), "generators": own} if draws else None
+            self._made.pop(name, None)
+        if made is not None:
+            self._made[name] = made
 
     def _before_iterators(self) -> None:
         self._data.follow()
@@ -631,6 +648,7 @@ class ExactState(Live):
                 "gradients": self._gradients(batches, in_epoch, copies=not (is_saved and is_written_here)),
                 "post_local_sgd": self._post_local_sgd.capture(),
                 "validation": self._validation_generators(looks=looks),
+                "loaders_made": dict(self._made),
                 "recorder": self._recording.capture() if self._recording is not None else None,
             },
             "notes": notes,
@@ -732,6 +750,7 @@ class ExactState(Live):
         else:
             mine = state_of_rank(state, rank)
         others = {"lr_schedulers": checkpoint.get("lr_schedulers"), "callbacks": checkpoint.get("callbacks") or {}}
+        self._to_make = dict(mine.get("loaders_made", {}))
         self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, **others}
         module = self._trainer.lightning_module
         self._precision = Precision(checkpoint, module)

@@ -402,8 +402,11 @@ def test_a_cache_of_what_a_data_set_has_drawn_is_named(kind: Any, tmp_path: Path
 
 def test_data_that_is_drawn_at_each_start_is_said(tmp_path: Path) -> None:
     class Divides(Model):
+        def setup(self, stage: str) -> None:
+            self.items = random_split(Items(), [24, 8])[0]
+
         def train_dataloader(self) -> Any:
-            return DataLoader(random_split(Items(), [24, 8])[0], batch_size=4)
+            return DataLoader(self.items, batch_size=4)
 
     expected, found, said = train_and_resume(Training(Divides), tmp_path)
     assert len(said) == 1

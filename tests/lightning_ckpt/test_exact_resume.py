@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.captured import Training, train_and_resume
@@ -435,6 +435,47 @@ def test_loaders_are_those_of_the_epoch_in_which_they_were_made(
 ) -> None:
     settings = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
     expected, found, said = train_and_resume(Training(LoadsByEpoch, trainer=settings), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+class LoadsByChance(Model):
+    """Makes its loaders of samples that it draws: from a generator of its own, or from the global one."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def _drawn(self, size: int) -> Any:
+        return Subset(Samples(64), torch.randperm(64, generator=self.generator)[:size].tolist())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self._drawn(24), batch_size=4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self._drawn(8), batch_size=4)
+
+
+@pytest.mark.parametrize("has_generator", [True, False])
+@pytest.mark.parametrize(
+    ("every", "at"),
+    [
+        (0, ("on_train_batch_end", 9)),
+        (1, ("on_train_batch_end", 9)),
+        (1, ("on_train_batch_end", 12)),
+        (1, ("on_train_epoch_end", 2)),
+        (2, ("on_train_batch_end", 9)),
+        (1, ("on_validation_batch_end", 3)),
+    ],
+)
+def test_loaders_are_made_by_the_numbers_by_which_they_were_made(
+    every: int, at: tuple[str, int], has_generator: bool, tmp_path: Path
+) -> None:
+    def make() -> LoadsByChance:
+        return LoadsByChance(torch.Generator().manual_seed(11) if has_generator else None)
+
+    settings = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
+    expected, found, said = train_and_resume(Training(make, trainer=settings), tmp_path, at)
     assert not said
     assert found == expected
 
