@@ -28,6 +28,7 @@ from ckpt_core.paths import is_remote
 from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import NOT_SAVED, Preemption
+from ckpt_core.process.console import warn
 from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.survivors import no_rescue, wait_seconds_of
 from ckpt_core.tiers import MEMORY_ROOT, MemoryTier
@@ -431,7 +432,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     # ---- the exact state ---------------------------------------------------------------------------------------------
 
     def _warn_inexact(self, causes: str) -> None:
-        warnings.warn(f"this resume is not guaranteed to be exact: {causes}", stacklevel=2)
+        warn(f"this resume is not guaranteed to be exact: {causes}", stacklevel=2)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)

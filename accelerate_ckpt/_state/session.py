@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
+from ckpt_core.process.console import warn
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.code_origin import is_library
@@ -438,7 +438,7 @@ class Session:
 
 
 def _warn_of_loss(names: Sequence[str]) -> None:
-    warnings.warn(
+    warn(
         f"this resume begins without variables of the script that training had changed: {in_words(names)}. They "
         "have the values of a new run, because no checkpoint holds them. If training depends on them, this "
         "resume is not exact: pass an object that holds them to register_for_checkpointing, or set them after "

@@ -6,10 +6,26 @@ import contextlib
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
 
 _SILENT = 2.0  # seconds
 _SELDOM = 60.0  # seconds between two lines at most
+
+
+def warn(message: str, *, stacklevel: int = 1) -> None:
+    """Warn of what must not go unsaid: in the log where the script ignores warnings, unless it means this one.
+
+    Many scripts begin with ``warnings.filterwarnings("ignore")``, to be rid of those of libraries.
+    """
+    warnings.warn(message, stacklevel=stacklevel + 1)
+    for action, text, category, module, _ in warnings.filters:
+        if issubclass(UserWarning, category) and module is None and (text is None or text.match(message)):
+            if action == "ignore" and text is None:
+                logger.warning("%s", message)
+            return
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import random
 import struct
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from ckpt_core._devices.generators import (
     restore_device_generators,
 )
 from ckpt_core.errors import SerializationError
+from ckpt_core.process.console import warn
 from ckpt_core.state.object_walk import reach
 
 _PYTHON_WORDS = 625
@@ -224,7 +224,7 @@ def restore_generator(generator: Any, state: Any, path: str = "") -> None:
         # earlier versions have not saved where it was
         is_there = device in (None, generator.device.type) and isinstance(saved, torch.Tensor)
         if not is_there or saved.numel() != generator.get_state().numel():
-            warnings.warn(
+            warn(
                 f"this resume is not exact: the random generator {path or 'of the script'} is torch's, on "
                 f"{generator.device.type} now, and the one that was saved was on another kind of device, or another "
                 "library's. It keeps the seed that the script gives it: resume on the same kind of device, or draw on "

@@ -6,13 +6,13 @@ import builtins
 import dataclasses
 import functools
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torchmetrics import Metric, MetricCollection, MetricTracker, SumMetric
 
+from ckpt_core.process.console import warn
 from ckpt_core.state.object_walk import OF_EVERY_MODULE
 from lightning_ckpt._private.loops import Internals
 
@@ -271,7 +271,7 @@ def _restored(kind: Any) -> Any:
                 result.meta = now
                 return True
             if self.is_said:
-                warnings.warn(
+                warn(
                     f"this resume is not exact: self.log({self.name!r}) has another reduce_fx, on_epoch or metric than "
                     "when the checkpoint was saved, so its value over this epoch is that of the batches since then "
                     "(log it as before until the epoch is over)",

@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 
 from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.process.console import warn
 from ckpt_core.recorder import digest_generators
 from ckpt_core.state.changed_values import fingerprint, looks_without_waiting
 from ckpt_core.state.ddp import rebuild_ddp_buckets, unsaved_hook_states
@@ -462,7 +462,7 @@ class ExactState(Live):
         ranks = self.gathering.gather(mine)
         if ranks is not None:
             for alarm in filter(None, (rank["alarm"] for rank in ranks if rank is not None)):
-                warnings.warn(alarm, stacklevel=2)
+                warn(alarm, stacklevel=2)
             notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
             notes += masks_left_out(self._trainer.lightning_module, checkpoint.get("state_dict", {}))
             common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}

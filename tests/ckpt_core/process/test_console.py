@@ -6,14 +6,15 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
 
 from ckpt_core.process import console as console_module
-from ckpt_core.process.console import beside_bars, counted_aloud
+from ckpt_core.process.console import beside_bars, counted_aloud, warn
 
 
 class Terminal(io.StringIO):
@@ -93,3 +94,30 @@ def test_what_takes_long_is_counted_aloud_ever_more_seldom(monkeypatch: pytest.M
 def test_what_is_short_is_not_counted() -> None:
     said: list[str] = []
     assert list(counted_aloud(3, "reading", said.append)) == [0, 1, 2] and said == []
+
+
+MESSAGE = "this resume is not exact: something is lost"
+
+
+@pytest.mark.parametrize(
+    ("set_filter", "warned", "logged"),
+    [
+        (lambda: None, 1, 0),
+        (lambda: warnings.filterwarnings("ignore"), 0, 1),
+        (lambda: warnings.simplefilter("ignore", UserWarning), 0, 1),
+        (lambda: warnings.simplefilter("ignore", DeprecationWarning), 1, 0),
+        (lambda: warnings.filterwarnings("ignore", module="torch"), 1, 0),
+        (lambda: warnings.filterwarnings("ignore", message="this resume"), 0, 0),
+        (lambda: warnings.filterwarnings("ignore", message="another"), 1, 0),
+    ],
+)
+def test_what_must_be_said_is_logged_where_all_warnings_are_ignored(
+    set_filter: Callable[[], None], warned: int, logged: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_filter()
+        warn(MESSAGE)
+    assert [str(w.message) for w in caught] == [MESSAGE] * warned
+    assert [w.filename for w in caught] == [__file__] * warned
+    assert caplog.messages == [MESSAGE] * logged
