@@ -455,7 +455,8 @@ class Catalog:
             gone = isinstance(error, CheckpointNotFoundError)
             if isinstance(error, CheckpointCorruptedError):  # a directory that is deleted loses its files one by one
                 committed_by = f"{info.path}/{MANIFEST_NAME}" if info.is_directory else info.path
-                gone = not place(info)._storage.exists(committed_by)
+                with contextlib.suppress(StorageError):
+                    gone = not place(info)._storage.exists(committed_by)
             if gone and again:
                 raise _DeletedMeanwhileError
             return gone

@@ -361,7 +361,6 @@ class _Ours:
             comparable = session.world_size == self._saved_world_size == len(self._saved_by)
             session.recording.resume(recorded if comparable else None, window_open=window_open)
         session.variables.resume(own.get("script", {}))
-        session.flags.resume(own.get("script", {}).get("flags", {}))
         # Last, because it sets the random generators, and what comes before may draw from them.
         is_exact = session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
         notes = self._about.get("not_exact")

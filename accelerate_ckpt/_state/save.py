@@ -359,8 +359,6 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     if variables:
         in_body = any(one and one["trained"] and one["in_last_body"] for one in state["data"]["loaders"])
         state["script"] = session.variables.capture(between=session.data.is_between, in_body=in_body)
-        if flags := session.flags.capture():
-            state["script"]["flags"] = flags
     if session.world_size > 1:
         # Each rank adds its own batch to what rank 0 had at the start of the step, and inside an accumulation window,
         # or where the weights are sharded, nobody takes over rank 0's.

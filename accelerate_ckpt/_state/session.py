@@ -33,7 +33,7 @@ from accelerate_ckpt._state.parts import is_sharded
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run
 from accelerate_ckpt._state.retention import Retention
-from accelerate_ckpt._state.user_attributes import Changes, Flags
+from accelerate_ckpt._state.user_attributes import Changes
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.options import CheckpointerOptions
@@ -159,7 +159,6 @@ class Session:
         self.variables = Variables(
             self._watched, _warn_of_loss, lambda names: self.announce(only_logged_in_words(names))
         )
-        self.flags = Flags(_warn_of_loss)  # the same of parameters that were frozen, and of modules in eval mode
         self.data.before_offer = functools.partial(self.variables.handed_out, begins=False)
         # What rehearses resumes of the script; None unless the process was started for that
         self.rehearsal = Rehearsal.asked_for(self)
@@ -227,7 +226,6 @@ class Session:
         self.backwards += 1
         if self.rank == 0:
             self.changes.begin(self.accelerator._models, self.accelerator._custom_objects)
-            self.flags.backward(self.accelerator._models)
         self.variables.trains()
         if self.recording is not None:
             self.recording.backward(loss)

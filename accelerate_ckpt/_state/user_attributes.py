@@ -7,18 +7,15 @@ registered objects return from ``state_dict`` is theirs to say.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.code_origin import is_users_class, place_of
-from ckpt_core.state.kinds import indexed
 
 _NAMED = 5
-_SETTLED = 4  # backward passes after which a change that was not taken back is taken for one that stays
 
 
 class Changes:
@@ -65,70 +62,6 @@ class Changes:
                     "it: a resume will not have it. Make it a buffer (register_buffer), or part of an object given to "
                     "register_for_checkpointing"
                 )
-
-
-class Flags:
-    """Watches which parameters need gradients and which modules are in eval mode, as backward passes find them.
-
-    ``say`` is called in a resumed run with those that an earlier run had changed once and for good, where they are as
-    in a new run. What changes to and fro is left out: each step of the script sets it.
-    """
-
-    def __init__(self, say: Callable[[Sequence[str]], None]) -> None:
-        self._say = say
-        self._models: list[int] = []
-        self._modules: list[tuple[str, list[str], weakref.ref[torch.nn.Module]]] = []
-        self._now: list[tuple[bool, list[bool]]] = []
-        self._passes = 0
-        self._changed: dict[str, int] = {}  # in which pass each has changed, if it changed once
-        self._restless: set[str] = set()
-        self._saved: Mapping[str, bool] = {}
-
-    def resume(self, saved: Mapping[str, bool]) -> None:
-        """Compare the next backward pass with what :meth:`capture` returned in the run that saved."""
-        self._saved, self._models = saved, []
-
-    def backward(self, models: Sequence[torch.nn.Module]) -> None:
-        """Look at the models in a backward pass."""
-        self._passes += 1
-        if self._models != list(map(id, models)):
-            self._models = list(map(id, models))
-            named = [(indexed("model", index), model) for index, model in enumerate(models)]
-            found = [(f"{of}.{name}".rstrip("."), one) for of, model in named for name, one in model.named_modules()]
-            self._modules = [(name, list(one._parameters), weakref.ref(one)) for name, one in found]
-            self._now = self._read()
-            flags = self._by_name()
-            if lost := [name for name, flag in self._saved.items() if flags.get(name) is (not flag)]:
-                self._say(lost)
-            self._changed = dict.fromkeys(self._saved.keys() & flags.keys(), self._passes - _SETTLED)
-            self._saved, self._restless = {}, set()
-        elif (now := self._read()) != self._now:
-            before, self._now = self._by_name(), now
-            for name in (name for name, flag in self._by_name().items() if before.get(name, flag) is not flag):
-                self._restless.update({name} & self._changed.keys())
-                self._changed[name] = self._passes
-
-    def capture(self) -> dict[str, bool]:
-        """Return the flags that have changed once, some passes ago, by what a user is told of each."""
-        latest = self._passes - _SETTLED
-        settled = {name for name, when in self._changed.items() if when <= latest} - self._restless
-        return {name: flag for name, flag in self._by_name().items() if name in settled} if settled else {}
-
-    def _read(self) -> list[tuple[bool, list[bool]]]:
-        modules = (known() for *_, known in self._modules)
-        return [
-            (one.training, [p is None or p.requires_grad for p in one._parameters.values()])
-            if one is not None
-            else (True, [])
-            for one in modules
-        ]
-
-    def _by_name(self) -> dict[str, bool]:
-        flags = {}
-        for (name, names, _), (mode, gradients) in zip(self._modules, self._now, strict=True):
-            flags[f"`training` of {name}"] = mode
-            flags |= {f"`requires_grad` of {name}.{one}": flag for one, flag in zip(names, gradients, strict=False)}
-        return flags
 
 
 def _has_more_state(module: torch.nn.Module) -> bool:

@@ -98,15 +98,18 @@ _COUNTED = ("_total_train_tokens",)  # what TRL's trainers count for their logs
 # What TRL's trainers have that train in several steps on what the model has generated
 _GENERATED = ("_step", "_buffered_inputs")
 _NOT_SAVED_GENERATED = (
-    "what the model had generated for the next steps is not in the checkpoint: this release of TRL keeps it otherwise "
-    "than known"
+    "what the model had generated for the next steps is not in the checkpoint: it holds objects (images), or this "
+    "release of TRL keeps it otherwise than known"
+)
+_NOT_SAVED_BESIDES = (
+    "this resume is not guaranteed to be exact: parameters that the optimizer trains outside of the model are not in "
+    "the checkpoint"
 )
 _NOT_NOTED = (
-    "a rank was lost, and what the model had generated for the next steps, or parameters outside of the model, are not "
-    "those of that step"
+    "a rank was lost, and what the model had generated for the next steps, parameters outside of the model, or what the "
+    "Trainer's class saves beside the optimizer are not those of that step"
 )
 _COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # what _run_epoch is told
-_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
 
 
@@ -184,7 +187,7 @@ class ResumableCallback(TrainerCallback):
         _check_arguments(trainer)
         self._trainer = trainer
         accelerator = attach(trainer.accelerator, **self._options)
-        loop_state = _LoopState(trainer)
+        loop_state = _LoopState(trainer, self._session.tell_once)
         accelerator.register_for_checkpointing(loop_state)
         accelerator.register_save_state_pre_hook(self._write_files)
         trainer.__class__ = _below_overrides(type(trainer))  # type: ignore[arg-type]
@@ -212,8 +215,11 @@ class ResumableCallback(TrainerCallback):
             index = next(i for i, each in enumerate(accelerator._custom_objects) if each is loop_state)
             self._session.note_ahead = lambda loss: {"custom": {index: loop_state.after(loss)}}
             self._session.note_object = lambda each: loop_state.noted() if each is loop_state else each.state_dict()
+            saves_more = (
+                type(trainer)._save_optimizer_and_scheduler is not _BelowOverrides._save_optimizer_and_scheduler
+            )
             self._session.not_noted = lambda: (
-                [_NOT_NOTED] if _generated_by(trainer) or _trained_besides(trainer) else []
+                [_NOT_NOTED] if saves_more or _generated_by(trainer) or _trained_besides(trainer) else []
             )
             target = lambda: self._path_of_step(trainer.state.global_step)  # noqa: E731
             self._session.saves_alone = SavesAlone(os.path.abspath(trainer.args.output_dir), target, self._add_files)
@@ -266,9 +272,8 @@ class ResumableCallback(TrainerCallback):
             refuse_damaged_ours(path)  # of which the Trainer would take the weights alone, without a word
         preemption = self._session.preemption
         try:
-            # by name: train() of a subclass may take nothing else
-            given = {} if path is None else {"resume_from_checkpoint": path}
-            result = stock(path, None, *args, **kwargs) if args else stock(**given, **kwargs)
+            takes_name = _takes_name(stock) and not args  # train() of a subclass may take nothing else
+            result = stock(resume_from_checkpoint=path, **kwargs) if takes_name else stock(path, trial, *args, **kwargs)
             self._end_if_told()
         except BaseException as error:
             save_if_rank_was_lost(error)
@@ -675,16 +680,19 @@ class _LoopState:
 
     Args:
         trainer: The Trainer.
+        tell_once: Logs a warning about a topic.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, tell_once: Callable[[str, str], None]) -> None:
+        self._trainer, self._tell_once = trainer, tell_once
 
     def state_dict(self) -> dict[str, Any]:
-        # the gradients, too: the Trainer zeroes those of its model alone
-        trained = [[parameter.detach(), parameter.grad] for parameter in _trained_besides(self._trainer)]
-        besides = {"besides": trained} if trained else {}
-        return {**self.noted(), **besides, "generated": _generated_by(self._trainer)}
+        besides = _trained_besides(self._trainer)
+        # those that have moved, as a guide's have not; and gradients: the Trainer zeroes those of its model alone
+        state = self._trainer.optimizer.state
+        moved = {str(i): [p.detach(), p.grad] for i, p in enumerate(besides) if p.grad is not None or state.get(p)}
+        trained = {"besides": moved} if besides else {}
+        return {**self.noted(), **trained, "generated": _generated_by(self._trainer)}
 
     def noted(self) -> dict[str, Any]:
         """Return what of the state is noted after each step: all that is small."""
@@ -707,7 +715,16 @@ class _LoopState:
         trainer._globalstep_last_logged = int(state["step_of_last_log"])
         vars(trainer).update(state.get("counted", {}))
         vars(trainer).update(send_to_device(state.get("generated", {}), trainer.args.device))
-        for parameter, (value, gradient) in zip(_trained_besides(trainer), state.get("besides", ()), strict=False):
+        besides = _trained_besides(trainer)
+        if besides and "besides" not in state:
+            self._tell_once("besides", _NOT_SAVED_BESIDES)
+        for index, (value, gradient) in state.get("besides", {}).items():
+            parameter = besides[int(index)] if int(index) < len(besides) else None
+            if parameter is None or parameter.shape != value.shape:
+                raise StateMismatchError(
+                    f"the optimizer had a parameter of shape {list(value.shape)} outside of the model, and has none now",
+                    remedy="train with the same loss",
+                )
             parameter.data.copy_(value)
             parameter.grad = send_to_device(gradient, parameter.device)
         # The mean that train() returns is of its own steps.
@@ -783,8 +800,14 @@ def _check_arguments(trainer: Any) -> None:
 
 
 def _can_resume(kind: type[Trainer]) -> bool:
-    parameters = inspect.signature(kind.train).parameters
-    return "resume_from_checkpoint" in parameters or any(one.kind in _ANY for one in parameters.values())
+    kinds = {parameter.kind for parameter in inspect.signature(kind.train).parameters.values()}
+    return _takes_name(kind.train) or inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def _takes_name(train: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(train).parameters
+    is_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return is_any or "resume_from_checkpoint" in parameters
 
 
 def _restore_counts(trainer: Any) -> None:

@@ -131,7 +131,8 @@ def hidden_name(path: str, token: str) -> str:
     """Return the name that work on ``path`` has until it is committed."""
     directory, name = os.path.split(os.path.abspath(path))
     if not token.endswith(_REPLACED):  # of those, :func:`restore` has to know the whole name
-        name = os.fsdecode(os.fsencode(name)[:200])  # a name has at most 255 bytes
+        while len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
+            name = name[:-1]
     return os.path.join(directory, f".{name}.{token}{SUFFIX}")
 
 

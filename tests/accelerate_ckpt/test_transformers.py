@@ -12,7 +12,7 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,10 +197,10 @@ class TrainsBesides(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.unused, self.scale = nn.Parameter(torch.ones(1000)), nn.Parameter(torch.ones(()))
 
     def create_optimizer(self, *args: Any) -> Any:
-        super().create_optimizer(*args).add_param_group({"params": [self.scale]})
+        super().create_optimizer(*args).add_param_group({"params": [self.unused, self.scale]})
         return self.optimizer
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -849,6 +849,67 @@ def test_what_a_subclass_keeps_beside_the_optimizer_is_restored(tmp_path: Path) 
     assert resumed.mean == whole.mean != 1.0
     files = {path.name for path in (tmp_path / "parts/checkpoint-6").iterdir()}
     assert "running.json" in files and not files & {"optimizer.pt", "scheduler.pt"}
+
+
+class LooksAtItsState(TrainerCallback):
+    """Takes the state that a save would hold, and gives it back as the test has changed it."""
+
+    def __init__(self, change: Callable[[dict[str, Any]], None]) -> None:
+        self.change, self.trainer = change, None
+        self.held: list[str] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        state_of = next(one for one in self.trainer.accelerator._custom_objects if hasattr(one, "noted"))
+        state = state_of.state_dict()
+        self.held = list(state["besides"])
+        self.change(state)
+        state_of.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: None, ""),
+        (lambda state: state.pop("besides"), "parameters that the optimizer trains outside of the model are not in"),
+        (lambda state: state["besides"].update({"1": [torch.ones(2), None]}), "a parameter of shape [2] outside"),
+        (lambda state: state["besides"].update({"2": [torch.ones(()), None]}), "a parameter of shape [] outside"),
+    ],
+    ids=["as saved", "of an older version", "of another shape", "of more"],
+)
+def test_what_is_trained_outside_of_the_model_is_there_or_it_is_said(
+    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_for(tmp_path, kind=TrainsBesides, max_steps=1)
+    looks = LooksAtItsState(change)
+    looks.trainer = trainer
+    trainer.add_callback(looks)
+    if "shape" in said:
+        with pytest.raises(StateMismatchError, match=re.escape(said)):
+            trainer.train()
+    else:
+        trainer.train()
+        assert said in caplog.text
+        assert ("outside of the model" in caplog.text) == bool(said)
+    assert looks.held == ["1"]  # what is never trained is not in it
+
+
+class TakesAny(Trainer):
+    def train(self, *args: Any) -> Any:  # type: ignore[override]
+        return super().train(*args)
+
+
+class ResumesByDefault(Trainer):
+    def train(self, resume_from_checkpoint: Any = True, **kwargs: Any) -> Any:
+        return super().train(resume_from_checkpoint, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [TakesAny, ResumesByDefault])
+def test_train_of_a_subclass_is_given_what_it_takes(kind: type[Trainer], tmp_path: Path) -> None:
+    trainer_for(tmp_path, kind=kind, max_steps=2).train(False)
+    resumed = trainer_for(tmp_path, kind=kind, max_steps=3)
+    resumed.train(True)
+    assert resumed.state.global_step == 3
+    assert (tmp_path / "checkpoint-3").is_dir()
 
 
 class TrainsAlone(Trainer):

@@ -20,7 +20,7 @@ from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, Directory
 from ckpt_core.catalog import CheckpointInfo, newest_first
 from ckpt_core.cli import main
 from ckpt_core.resume import newest_to_resume
-from ckpt_core.storage import FileReader, LocalStorage
+from ckpt_core.storage import Fault, FaultyStorage, FileReader, LocalStorage
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
 
@@ -431,6 +431,18 @@ def test_what_is_deleted_during_the_look_up_is_not_taken_for_damaged(
     assert (found.name if found else None) == (name_of(1) if gone == 1 else None)
     assert catalog.passed_over == {}
     assert "passed over" not in caplog.text
+
+
+def test_a_storage_that_does_not_answer_ends_no_look_up(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / name_of(step), step)
+    with open(tmp_path / name_of(2), "r+b") as file:
+        file.seek(200)
+        file.write(b"damage")
+    faulty = FaultyStorage(LocalStorage(), [Fault("exists", number=None, error=TimeoutError())])
+    found = Catalog(tmp_path, storage=faulty).newest_verified()
+    assert found is not None and found.name == name_of(1)
+    assert any(operation.name == "exists" for operation in faulty.operations)
 
 
 def test_the_root_of_a_volume_holds_checkpoints(anyones_path: Path) -> None:

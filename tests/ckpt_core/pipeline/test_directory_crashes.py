@@ -14,7 +14,7 @@ import torch
 
 from ckpt_core import Catalog, CheckpointError, DirectoryCheckpointer, Kind, Part, StorageError, verify
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Storage, local_directory
-from ckpt_core.storage.local_directory import StagingDirectories
+from ckpt_core.storage.local_directory import StagingDirectories, hidden_name
 from tests.conftest import ScriptRunner
 from tests.support.damage import flip_bit
 
@@ -341,6 +341,7 @@ def test_a_name_as_long_as_the_filesystem_takes(tmp_path: Path, name: str) -> No
         assert os.listdir(tmp_path) == [name]
         checkpointer.remove(tmp_path / name)
     assert os.listdir(tmp_path) == []
+    hidden_name(name, "token").encode()  # no character is cut in two
 
 
 # ---- the catalog
