@@ -106,8 +106,8 @@ _NOT_SAVED_BESIDES = (
     "the checkpoint"
 )
 _NOT_NOTED = (
-    "a rank was lost, and what the model had generated for the next steps, parameters outside of the model, or what the "
-    "Trainer's class saves beside the optimizer are not those of that step"
+    "a rank was lost, and what the model had generated for the next steps, parameters outside of the model, or what "
+    "the Trainer's class saves beside the optimizer are not those of that step"
 )
 _COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # what _run_epoch is told
 _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
@@ -722,7 +722,8 @@ class _LoopState:
             parameter = besides[int(index)] if int(index) < len(besides) else None
             if parameter is None or parameter.shape != value.shape:
                 raise StateMismatchError(
-                    f"the optimizer had a parameter of shape {list(value.shape)} outside of the model, and has none now",
+                    f"the optimizer had a parameter of shape {list(value.shape)} outside of the model, and has none "
+                    "now",
                     remedy="train with the same loss",
                 )
             parameter.data.copy_(value)

@@ -66,8 +66,8 @@ _COMBINED = (
 
 #: A loader takes no batches from its sampler, so that to skip in that brings it nowhere.
 READS_ON = (
-    "a training data loader returns batches of an iterator that it had made before the fit, whose place is not known "
-    "(make the iterator in __iter__)"
+    "a training data loader takes its batches from elsewhere than its sampler, where its place is not known (let it "
+    "read its sampler, or give it state_dict and load_state_dict)"
 )
 
 # settings of a loader that decide what its batches are
@@ -321,6 +321,11 @@ class LoaderTracker:
         """How many batches each worker has made after so many of this pass, which are dealt round robin."""
         shares = ((batches - worker + self.workers - 1) // self.workers for worker in range(self.workers))
         return [made + share - self._throwaway_base for made, share in zip(self._worker_batches, shares, strict=True)]
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether the batches of this pass, if there were any, did not come of its sampler."""
+        return self._reads_on(self._pass())
 
     def _reads_on(self, of: SamplerPass | None) -> bool:
         """Whether the batches of a pass, if there were any, came of an iterator that is none of this pass."""

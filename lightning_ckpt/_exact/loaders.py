@@ -350,7 +350,9 @@ class TrainingData:
         watched = {
             number: _WatchedIterator(iterator, functools.partial(self._history.was_read, index))
             for number, (tracker, iterator) in enumerate(zip(self._trackers, iterators, strict=False))
-            if tracker.method == "replay" and tracker.workers == 0 and self._history.is_watched(index)
+            if (tracker.method == "replay" or (index > 0 and tracker.reads_on))
+            and tracker.workers == 0
+            and self._history.is_watched(index)
         }
         for number, iterator in watched.items():
             iterators[number] = iterator

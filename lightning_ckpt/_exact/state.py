@@ -131,8 +131,9 @@ class ExactState(Live):
         self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
-        # generators as they were before loaders were made, where that draws: by what says of which epoch these are
+        # generators as they were before loaders were made, or None, by what says of which epoch these are
         self._made: dict[str, Any] = {}
+        self._made_noted: tuple[dict[str, Any], Noted] | None = None
         self._to_make: dict[str, Any] = {}  # of what is resumed from
         # whether this fit, or the one before it, had nothing left to train in a checkpoint of the one after it
         self._is_ahead = self._is_behind = False
@@ -317,22 +318,23 @@ class ExactState(Live):
 
     def _set_up(self, name: str, set_up: Callable[[], None]) -> None:
         # a resumed run has the loaders that were made when they were last, for the epoch and by the numbers of then
-        generators, made = self._users.generators, self._to_make.pop(name, None)
+        generators, last = self._users.generators, self._internals.combined(name)
+        made = self._to_make.get(name) if last is None else None  # a search has them made anew after it
         generators.look()
         if made is not None:
             RngState.decode(made["rng"]).restore()
             generators.restore_generators(made["generators"])
-        before, own, last = RngState.capture(), generators.generators(), self._internals.progress()[name]
+        before, own = RngState.capture(), generators.generators()
         epoch = math.inf if self._loaded is None else self._loaded[Kind.REPLICATED.value]["progress"][name]
         with self._internals.in_epoch(epoch):
             set_up()
-        if made is None and self._internals.progress()[name] != last:
+        if self._internals.combined(name) is last:
+            return
+        if made is None:
             draws = digest_generators(before) != digest_generators(RngState.capture())
             draws |= fingerprint(own) != fingerprint(generators.generators())
             made = {"rng": before.encode(), "generators": own} if draws else None
-            self._made.pop(name, None)
-        if made is not None:
-            self._made[name] = made
+        self._made = {**self._made, name: made}
 
     def _before_iterators(self) -> None:
         self._data.follow()
@@ -536,6 +538,9 @@ class ExactState(Live):
         if self._begun is None or self._begun[0] is not self._epoch.begun:
             self._begun = self._epoch.begun, Noted(own["per_rank"]["epoch_begun"])
         own["per_rank"]["epoch_begun"] = self._begun[1]
+        if self._made_noted is None or self._made_noted[0] is not self._made:
+            self._made_noted = self._made, Noted(own["per_rank"]["loaders_made"])
+        own["per_rank"]["loaders_made"] = self._made_noted[1]
         return own
 
     def capture_step(self) -> list[dict[str, Any]]:
@@ -648,7 +653,7 @@ class ExactState(Live):
                 "gradients": self._gradients(batches, in_epoch, copies=not (is_saved and is_written_here)),
                 "post_local_sgd": self._post_local_sgd.capture(),
                 "validation": self._validation_generators(looks=looks),
-                "loaders_made": dict(self._made),
+                "loaders_made": self._made,
                 "recorder": self._recording.capture() if self._recording is not None else None,
             },
             "notes": notes,
@@ -770,7 +775,7 @@ class ExactState(Live):
     def _restored_by_others(self, checkpoint: Mapping[str, Any]) -> None:
         resumes = self._loaded is not None or self._resume.awaits_training_state
         if resumes and not self._resume.keeps(checkpoint):
-            self._loaded = None
+            self._loaded, self._to_make = None, {}
             self._resume.give_up()
 
     @property
@@ -836,6 +841,9 @@ class ExactState(Live):
         if shared["validation_made"]:
             with self._internals.in_epoch(shared["progress"]["val_reload_epoch"]):
                 self._internals.set_up_validation()
+        else:
+            self._internals.make_validation_anew()
+        self._to_make = {}
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)
         self._internals.set_progress(shared["progress"])

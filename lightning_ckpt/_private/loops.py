@@ -262,6 +262,10 @@ class Internals:
         """The training loaders as one."""
         return self.fit_loop._combined_loader
 
+    def combined(self, name: str) -> Any:
+        """Return the loaders as one that were made last, with the name of their epoch in :meth:`progress`."""
+        return (self.val_loop if name == "val_reload_epoch" else self.fit_loop)._combined_loader
+
     @property
     def fetcher(self) -> Any:
         """What takes batches from the training loaders."""
@@ -391,6 +395,10 @@ class Internals:
         self.connector.update_train_epoch_metrics()
         epoch_loop._batches_that_stepped += 1
         self.fit_loop.epoch_progress.increment_completed()
+
+    def make_validation_anew(self) -> None:
+        """Let validation loaders be made when they are needed, though Lightning has them made when a fit begins."""
+        self.val_loop._combined_loader = None
 
     def set_up_validation(self) -> None:
         """Make the validation loaders now, so that this draws no random numbers later."""

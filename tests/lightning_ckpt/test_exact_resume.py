@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_ckpt.resumable import ResumableCheckpoint
@@ -478,6 +478,40 @@ def test_loaders_are_made_by_the_numbers_by_which_they_were_made(
     expected, found, said = train_and_resume(Training(make, trainer=settings), tmp_path, at)
     assert not said
     assert found == expected
+
+
+class MakesThemAnew(Callback):
+    """Has the loaders made once more when the training starts."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        trainer.fit_loop._combined_loader = None
+        trainer.fit_loop.setup_data()
+
+
+@pytest.mark.parametrize(
+    ("settings", "callbacks", "at"),
+    [
+        ({"num_sanity_val_steps": 2, "check_val_every_n_epoch": 2}, list, ("on_train_batch_end", 9)),
+        ({}, lambda: [MakesThemAnew()], ("on_train_batch_end", 9)),
+        (
+            {"check_val_every_n_epoch": 2},
+            lambda: [LearningRateFinder(max_lr=1e-2, num_training_steps=3, update_attr=True)],
+            ("on_train_batch_end", 9),
+        ),
+    ],
+    ids=["sanity check", "made anew", "search"],
+)
+def test_loaders_that_are_made_more_than_once_are_the_last_ones(
+    settings: dict[str, Any], callbacks: Any, at: tuple[str, int], tmp_path: Path
+) -> None:
+    class Searched(LoadsByChance):
+        lr = 1e-2
+
+    training = Training(Searched, callbacks=callbacks, trainer={"max_epochs": 4, **settings})
+    expected, found, said = train_and_resume(training, tmp_path, at)
+    assert not [text for text in said if "training data" in text]
+    assert found.rows == expected.rows
+    assert found.weights == expected.weights
 
 
 class MakesBuffers(Model):
