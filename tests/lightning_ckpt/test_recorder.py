@@ -128,12 +128,10 @@ def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
     ]
 
 
-@pytest.mark.extended_cells("loader: random_split-data")
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
         ("loader: two workers, noise that flips", "data"),
-        ("loader: random_split", "data"),
         ("model: attribute: int", "loss"),
     ],
 )
