@@ -724,7 +724,8 @@ class _LoopState:
                 raise StateMismatchError(
                     f"the optimizer had a parameter of shape {list(value.shape)} outside of the model, and has none "
                     "now",
-                    remedy="train with the same loss",
+                    key=f"parameter {index} of the optimizer that is not the model's",
+                    remedy="train with the same loss as the run that saved",
                 )
             parameter.data.copy_(value)
             parameter.grad = send_to_device(gradient, parameter.device)

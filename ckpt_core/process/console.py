@@ -1,4 +1,4 @@
-"""The terminal, on which frameworks draw progress bars."""
+"""What a user is to see: warnings that must not go unsaid, and lines on a terminal on which frameworks draw bars."""
 
 from __future__ import annotations
 

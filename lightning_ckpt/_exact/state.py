@@ -131,9 +131,10 @@ class ExactState(Live):
         self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
-        # generators as they were before loaders were made, or None, by what says of which epoch these are
+        # generators as they were before loaders were made, if that draws, by what says of which epoch these are
         self._made: dict[str, Any] = {}
         self._made_noted: tuple[dict[str, Any], Noted] | None = None
+        self._drawn = (0, "")
         self._to_make: dict[str, Any] = {}  # of what is resumed from
         # whether this fit, or the one before it, had nothing left to train in a checkpoint of the one after it
         self._is_ahead = self._is_behind = False
@@ -325,18 +326,23 @@ class ExactState(Live):
             RngState.decode(made["rng"]).restore()
             generators.restore_generators(made["generators"])
         before, own = RngState.capture(), generators.generators()
+        not_drawn = self._drawn = self._numbers()
         epoch = math.inf if self._loaded is None else self._loaded[Kind.REPLICATED.value]["progress"][name]
         with self._internals.in_epoch(epoch):
             set_up()
         if self._internals.combined(name) is last:
             return
-        if made is None:
-            draws = digest_generators(before) != digest_generators(RngState.capture())
-            draws |= fingerprint(own) != fingerprint(generators.generators())
-            made = {"rng": before.encode(), "generators": own} if draws else None
+        drawn = self._drawn if name == "train_reload_epoch" else self._numbers()
+        if made is None and drawn != not_drawn:
+            made = {"rng": before.encode(), "generators": own}
         self._made = {**self._made, name: made}
 
+    def _numbers(self) -> tuple[int, str]:
+        """Return what is another one when random numbers are drawn, of a generator of the user's objects, too."""
+        return digest_generators(), fingerprint(self._users.generators.generators())
+
     def _before_iterators(self) -> None:
+        self._drawn = self._numbers()  # by which the loaders were made: their iterators draw in every run
         self._data.follow()
         # what a callback trains before the run resumes has its batches
         self._data.idle = self._loaded is not None and not self._resume.awaits_training_state

@@ -851,6 +851,17 @@ def test_what_a_subclass_keeps_beside_the_optimizer_is_restored(tmp_path: Path) 
     assert "running.json" in files and not files & {"optimizer.pt", "scheduler.pt"}
 
 
+@pytest.mark.parametrize(("kind", "is_said"), [(KeepsMore, True), (TrainsBesides, True), (Trainer, False)])
+def test_what_no_note_of_a_step_holds_is_said_where_a_rank_is_lost(
+    kind: type[Trainer], is_said: bool, tmp_path: Path
+) -> None:
+    trainer = trainer_for(tmp_path, callbacks=[ResumableCallback(just_in_time=True)], kind=kind, max_steps=1)
+    trainer.train()
+    session = session_of(trainer.accelerator)
+    assert session is not None
+    assert ["saves beside the optimizer" in text for text in session.not_noted()] == [True] * is_said
+
+
 class LooksAtItsState(TrainerCallback):
     """Takes the state that a save would hold, and gives it back as the test has changed it."""
 
@@ -884,8 +895,10 @@ def test_what_is_trained_outside_of_the_model_is_there_or_it_is_said(
     looks.trainer = trainer
     trainer.add_callback(looks)
     if "shape" in said:
-        with pytest.raises(StateMismatchError, match=re.escape(said)):
+        with pytest.raises(StateMismatchError, match=re.escape(said)) as caught:
             trainer.train()
+        assert "of the optimizer that is not the model's" in str(caught.value)
+        assert "same loss" in str(caught.value)
     else:
         trainer.train()
         assert said in caplog.text

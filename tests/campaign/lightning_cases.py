@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler as schedules
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, random_split
 from torchmetrics import (
     AUROC,
     CatMetric,
@@ -481,6 +481,16 @@ class DataByChance(pl.LightningDataModule):
         return DataLoader(Subset(Items(64), torch.randperm(48, generator=self.generator).tolist()), 8)
 
 
+class DataDrawnInSetup(pl.LightningDataModule):
+    """With samples that each start draws anew, before anything is restored."""
+
+    def setup(self, stage: str) -> None:
+        self.samples = random_split(Items(64), [48, 16])[0]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.samples, 8)
+
+
 # ---- callbacks -------------------------------------------------------------------------------------------------------
 
 
@@ -806,6 +816,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "evaluates by hand": {"model": EvaluatesByHand},
     "grows": {"model": Grows},
     "datamodule": {"datamodule": Datamodule, "loader": None, "model": lambda _: _NoLoader()},
+    "datamodule, drawn in setup": {"datamodule": DataDrawnInSetup, "loader": None, "model": lambda _: _NoLoader()},
     **{
         f"datamodule, {kind}, reloads": {
             "datamodule": made,

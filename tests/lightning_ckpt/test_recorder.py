@@ -128,10 +128,12 @@ def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
     ]
 
 
+@pytest.mark.extended_cells("model: datamodule, drawn in setup-data")
 @pytest.mark.parametrize(
     ("name", "differs"),
     [
         ("loader: two workers, noise that flips", "data"),
+        ("model: datamodule, drawn in setup", "data"),
         ("model: attribute: int", "loss"),
     ],
 )
