@@ -17,6 +17,9 @@ from ckpt_core.preflight import Preflight
 from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
 
+#: Set in each process of a rehearsal (:mod:`ckpt_core.rehearsal`), which writes nothing into the log of the run.
+REHEARSAL_VARIABLE = "CKPT_REHEARSAL"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointerOptions:
@@ -90,7 +93,9 @@ class CheckpointerOptions:
 
     @property
     def log_path(self) -> str | None:
-        """Where the events go; None if nobody wants them."""
+        """Where the events go; None if nobody wants them, or this process is one of a rehearsal."""
+        if os.environ.get(REHEARSAL_VARIABLE):
+            return None
         if self.event_log is not None:
             return os.fspath(self.event_log)
         return None if self.report is None else f"{page_beside(os.fspath(self.report))}.jsonl"

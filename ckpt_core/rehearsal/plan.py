@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 
-VARIABLE = "CKPT_REHEARSAL"
+from ckpt_core.options import REHEARSAL_VARIABLE
+
+VARIABLE = REHEARSAL_VARIABLE
 #: Where a rehearsal saves, unless steps are given.
 POINTS = ("middle", "epoch-end", "accumulation", "validation")
 

@@ -66,7 +66,7 @@ class Count:
 
 def main(case: str, checkpoint: str | None) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2 if case == "accumulates" else 1)
-    attach(accelerator, "async", resume="auto" if case == "auto" else None)
+    attach(accelerator, "async", resume="auto" if case == "auto" else None, event_log="mine.jsonl")
     set_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
