@@ -54,7 +54,9 @@ def _ask(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> Told:
     accelerate, callbacks = _mapping(values.get(_ACCELERATE)), _mapping(values.get("callbacks"))
     metrics = {**_mapping(values.get("metrics")), **_mapping(accelerate.get("metrics"))}
     metrics |= metrics_of({"callbacks": callbacks})
-    best = (_mapping(state).get("best_model_path") for state in callbacks.values())
+    # without a metric to compare, Lightning calls its last checkpoint the best
+    compared = (state for key, state in callbacks.items() if "'monitor': None" not in str(key))
+    best = (_mapping(state).get("best_model_path") for state in compared)
     return Told(
         {str(name): value for name, value in metrics.items() if isinstance(value, float)},
         frozenset(os.path.basename(path.rstrip("/")) for path in best if isinstance(path, str) and path),

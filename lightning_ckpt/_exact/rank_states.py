@@ -58,7 +58,8 @@ def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[
         rest = "every sample that was left of the epoch is used once"
     else:
         rest = f"the data of the epoch begins again, for as many batches as were left, because {problem}"
-    ranks = f"it was saved by {shared['world_size']} ranks and is resumed by {data.world_size}"
+    saved = shared["world_size"]
+    ranks = f"it was saved by {saved} rank{'s' * (saved > 1)} and is resumed by {data.world_size}"
     return [f"{ranks}: {rest}, and open metrics begin again"]
 
 

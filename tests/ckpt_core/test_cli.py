@@ -1258,3 +1258,14 @@ def test_diff_compares_what_other_programs_wrote(tmp_path: Path, capsys: pytest.
     assert main(["diff", str(tmp_path / "dcp"), str(tmp_path / "other.ckpt")]) == 1
     assert "3 and 4" in capsys.readouterr().out
     assert main(["diff", str(tmp_path), str(tmp_path / "dcp")]) == 2
+
+
+@pytest.mark.parametrize(("monitor", "why"), [("loss", ["newest", "best"]), (None, ["newest"])])
+def test_ls_calls_one_the_best_only_where_its_run_compared_something(
+    monitor: str | None, why: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = {f"ModelCheckpoint{{'monitor': {monitor!r}, 'mode': 'min'}}": {"best_model_path": "run/a.ckpt"}}
+    Checkpointer(strategy="sync").save({"callbacks": states}, tmp_path / "a.ckpt")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert shown["kept_because"] == why
