@@ -99,8 +99,6 @@ class _Decision:
 
 
 def _prune(options: Options) -> int:
-    from ckpt_core._pipeline import loading
-
     if not options.keep:
         said = "say what to keep, such as --keep latest=3; what killed processes have left is deleted by ckpt clean"
         return fail(options, f"{said} {options.directory}", Exit.USAGE, said_by="ckpt prune")
@@ -131,21 +129,8 @@ def _prune(options: Options) -> int:
         print(f"{would} {len(surplus)} of {count(len(decisions), 'checkpoint')}, which frees {size_in_words(freed)}")
     is_sure = not surplus or options.dry_run or options.yes or agreed(options)
     is_done = is_sure and not options.dry_run
-    if is_done and surplus:
-        problem = ""
-        for newest in [decision.info for decision in decisions if _NEWEST in decision.reasons]:  # and its copies
-            try:  # what is to be resumed from may be damaged where its manifest is not
-                with progress(options, "verify", newest.size):
-                    loading.verify(newest.path, storage_options=options.storage_options)
-                break
-            except CheckpointError as error:
-                complain(error)
-                why = "could not be read: run the command again"
-                if isinstance(error, CheckpointCorruptedError):
-                    why = "does not verify: move it away first"
-                problem = f"the newest checkpoint {newest.path} {why}"
-        else:
-            return fail(options, f"nothing was deleted, because {problem}", Exit.FAILED, said_by="ckpt prune")
+    if is_done and surplus and (problem := _problem_of_newest(decisions, options)):
+        return fail(options, f"nothing was deleted, because {problem}", Exit.FAILED, said_by="ckpt prune")
     stays = list[str]()  # pinned, or saved anew, since it was asked
     if is_done and surplus:
         now = {info.path: info for info in find(options.directory, options.storage_options, failures={}).checkpoints}
@@ -167,6 +152,26 @@ def _prune(options: Options) -> int:
         print("ckpt prune: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
         return Exit.USAGE
     return Exit.OK
+
+
+def _problem_of_newest(decisions: Sequence[_Decision], options: Options) -> str:
+    """Verify what is to be resumed from, which may be damaged where its manifest is not; return "" if it is whole."""
+    from ckpt_core._pipeline import loading
+
+    problem = "there is none to resume from"
+    for newest in [decision.info for decision in decisions if _NEWEST in decision.reasons]:  # and its copies
+        try:
+            with progress(options, "verify", newest.size):
+                loading.verify(newest.path, storage_options=options.storage_options)
+        except CheckpointError as error:
+            complain(error)
+            why = "could not be read: run the command again"
+            if isinstance(error, CheckpointCorruptedError):
+                why = "does not verify: move it away first"
+            problem = f"the newest checkpoint {newest.path} {why}"
+        else:
+            return ""
+    return problem
 
 
 def agreed(options: Options) -> bool:

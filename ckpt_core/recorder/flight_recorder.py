@@ -333,19 +333,20 @@ def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ..
     """Return what differs of what both records have, in the order in which a step comes by it."""
     if place and (record.epoch, record.batch, record.step) != (other.epoch, other.batch, other.step):
         return ("position",)
+    is_noisy = record.is_noisy or other.is_noisy
     found: list[str] = []
     for name in ("generators", "data", "rates", "loss", "weights", "gradients"):
         mine, theirs = getattr(record, name), getattr(other, name)
-        if mine is None or theirs is None:
-            continue
-        if name in ("loss", "weights", "gradients") and (record.is_noisy or other.is_noisy):
-            is_same = math.isclose(mine, theirs, rel_tol=_NOISE, abs_tol=_LEAST_NOISE)
-            if name == "loss" and not (is_same or (math.isnan(mine) and math.isnan(theirs))):
-                found.append(name)
-        elif name == "loss":
-            if struct.pack("<d", mine) != struct.pack("<d", theirs):
-                found.append(name)
-        elif mine != theirs:
+        if mine is None or theirs is None or (is_noisy and name in ("weights", "gradients")):
+            continue  # digests do not say by how much noise they differ
+        if name != "loss":
+            is_same = mine == theirs
+        elif is_noisy:
+            is_close = math.isclose(mine, theirs, rel_tol=_NOISE, abs_tol=_LEAST_NOISE)
+            is_same = is_close or (math.isnan(mine) and math.isnan(theirs))
+        else:
+            is_same = struct.pack("<d", mine) == struct.pack("<d", theirs)
+        if not is_same:
             found.append(name)
     return tuple(found)
 
