@@ -26,7 +26,7 @@ import torch
 from ckpt_core.state.code_origin import is_library
 
 _DEPTH = 8
-_OBJECTS = 5000
+_OBJECTS = 10_000
 _ITEMS = 256
 _SAMPLE = 64
 _MOST_SHARED = (1 << 18) + 1  # numbers: one more than are captured
@@ -163,11 +163,11 @@ def reach(
     those of the classes in ``leave``.
     """
     seen = {id(value) for value in skip}
-    left, in_functions = _OBJECTS, 0
+    left, least, in_functions = _OBJECTS, 0, 0
 
     def walk(value: Any, path: str, depth: int) -> Iterator[Found]:
         nonlocal left, in_functions
-        if id(value) in seen or left <= 0 or depth < 0 or isinstance(value, leave):
+        if id(value) in seen or left <= least or depth < 0 or isinstance(value, leave):
             return
         seen.add(id(value))
         left -= 1
@@ -196,8 +196,10 @@ def reach(
                 yield from visit(_content(cell), _join(path, f"closure{number}"), _nowhere, depth)
 
     def walk_items(value: Any, path: str, depth: int) -> Iterator[Found]:
+        nonlocal least
         if len(value) > _ITEMS:
             return
+        before, least = least, max(least, left // 2)  # records leave some for what comes after them
         named: list[tuple[str, Any, Callable[[Any], None]]]
         if isinstance(value, dict):
             named = [(str(key), child, functools.partial(value.__setitem__, key)) for key, child in value.items()]
@@ -207,6 +209,7 @@ def reach(
             named = [(str(i), child, _nowhere) for i, child in enumerate(value)]
         for name, child, put in named:
             yield from visit(child, _join(path, name), put, depth - 1)
+        least = before
 
     def walk_attributes(value: Any, path: str, depth: int) -> Iterator[Found]:
         attributes, left_out = getattr(value, "__dict__", {}), ignore if value is owner else frozenset()

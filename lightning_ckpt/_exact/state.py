@@ -131,11 +131,11 @@ class ExactState(Live):
         self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
-        # generators as they were before loaders were made, if that draws, by what says of which epoch these are
+        # by what says of which epoch loaders are: the step, and generators as they were before, if to make them draws
         self._made: dict[str, Any] = {}
         self._made_noted: tuple[dict[str, Any], Noted] | None = None
         self._drawn = (0, "")
-        self._to_make: dict[str, Any] = {}  # of what is resumed from
+        self._to_make: dict[str, dict[str, Any]] = {}  # of what is resumed from
         # whether this fit, or the one before it, had nothing left to train in a checkpoint of the one after it
         self._is_ahead = self._is_behind = False
         self._ahead: Callable[[], Any] = _no_model  # the model of the one before it then
@@ -318,24 +318,26 @@ class ExactState(Live):
         return sum(tensor._version for tensor in self._tensors)
 
     def _set_up(self, name: str, set_up: Callable[[], None]) -> None:
-        # a resumed run has the loaders that were made when they were last, for the epoch and by the numbers of then
+        # a resumed run has the loaders that were made when they were last, in the epoch and by the numbers of then
         generators, last = self._users.generators, self._internals.combined(name)
-        made = self._to_make.get(name) if last is None else None  # a search has them made anew after it
+        then = self._to_make.get(name, {})
+        made = then if last is None else {}  # a search has them made anew after it
         generators.look()
-        if made is not None:
+        if "rng" in made:
             RngState.decode(made["rng"]).restore()
             generators.restore_generators(made["generators"])
         before, own = RngState.capture(), generators.generators()
         not_drawn = self._drawn = self._numbers()
-        epoch = math.inf if self._loaded is None else self._loaded[Kind.REPLICATED.value]["progress"][name]
-        with self._internals.in_epoch(epoch):
+        with self._internals.at(then.get("epoch", math.inf), then.get("step")):
+            step = self._trainer.global_step
             set_up()
         if self._internals.combined(name) is last:
             return
         drawn = self._drawn if name == "train_reload_epoch" else self._numbers()
-        if made is None and drawn != not_drawn:
-            made = {"rng": before.encode(), "generators": own}
-        self._made = {**self._made, name: made}
+        by = {key: made[key] for key in ("rng", "generators") if key in made}
+        if not by and drawn != not_drawn:
+            by = {"rng": before.encode(), "generators": own}
+        self._made = {**self._made, name: {**by, "step": step} if by or step else None}
 
     def _numbers(self) -> tuple[int, str]:
         """Return what is another one when random numbers are drawn, of a generator of the user's objects, too."""
@@ -761,7 +763,11 @@ class ExactState(Live):
         else:
             mine = state_of_rank(state, rank)
         others = {"lr_schedulers": checkpoint.get("lr_schedulers"), "callbacks": checkpoint.get("callbacks") or {}}
-        self._to_make = dict(mine.get("loaders_made", {}))
+        epochs, made = state[Kind.REPLICATED.value]["progress"], mine.get("loaders_made", {})
+        self._to_make = {
+            name: {"epoch": epochs[name], **({} if name not in made else {"step": 0, **(made[name] or {})})}
+            for name in ("train_reload_epoch", "val_reload_epoch")
+        }
         self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, **others}
         module = self._trainer.lightning_module
         self._precision = Precision(checkpoint, module)
@@ -845,8 +851,7 @@ class ExactState(Live):
         if resharded:
             shared = continue_elastic(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
         if shared["validation_made"]:
-            with self._internals.in_epoch(shared["progress"]["val_reload_epoch"]):
-                self._internals.set_up_validation()
+            self._internals.set_up_validation()
         else:
             self._internals.make_validation_anew()
         self._to_make = {}

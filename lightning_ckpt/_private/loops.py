@@ -146,15 +146,20 @@ class Internals:
         wrap(self.val_loop, "setup_data", functools.partial(call, "val_reload_epoch"))
 
     @contextlib.contextmanager
-    def in_epoch(self, epoch: float) -> Iterator[None]:
-        """Let ``trainer.current_epoch`` be another one for a while, if that is finite."""
-        counts = self.fit_loop.epoch_progress.current
-        before = counts.completed
-        counts.completed = int(epoch) if math.isfinite(epoch) else before
+    def at(self, epoch: float, step: int | None) -> Iterator[None]:
+        """Let ``trainer.current_epoch``, if finite, and ``trainer.global_step``, if not None, be others for a while."""
+        loop = self.epoch_loop
+        epochs, steps = self.fit_loop.epoch_progress.current, loop.automatic_optimization.optim_progress.optimizer.step
+        counts = epochs, steps.total, loop.manual_optimization.optim_step_progress.total
+        before = [count.completed for count in counts]
+        wanted = int(epoch) if math.isfinite(epoch) else before[0], *(before[1:] if step is None else (step, step))
+        for count, value in zip(counts, wanted, strict=True):
+            count.completed = value
         try:
             yield
         finally:
-            counts.completed = before
+            for count, value in zip(counts, before, strict=True):
+                count.completed = value
 
     def around_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
         """Let the start of each epoch, which runs the hooks ``on_train_epoch_start``, be ``call(original)``.

@@ -400,17 +400,34 @@ def test_a_cache_of_what_a_data_set_has_drawn_is_named(kind: Any, tmp_path: Path
     assert f"`_cache` of {kind.__name__}" in named
 
 
-def test_data_that_is_drawn_at_each_start_is_said(tmp_path: Path) -> None:
+class OfSamples(Items):
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = [{"drawn": torch.randn(4), "name": "a", "weight": 0.5} for _ in range(24)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.samples[index]["drawn"]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda: random_split(Items(), [24, 8])[0], "indices"), (OfSamples, "samples")],
+    ids=["split", "samples"],
+)
+def test_data_that_is_drawn_at_each_start_is_said(make: Any, name: str, tmp_path: Path) -> None:
     class Divides(Model):
         def setup(self, stage: str) -> None:
-            self.items = random_split(Items(), [24, 8])[0]
+            self.items = make()
 
         def train_dataloader(self) -> Any:
             return DataLoader(self.items, batch_size=4)
 
     expected, found, said = train_and_resume(Training(Divides), tmp_path)
     assert len(said) == 1
-    assert "the training data (indices) is not that of the run that saved" in said[0]
+    assert f"the training data ({name}) is not that of the run that saved" in said[0]
     assert found != expected
 
 

@@ -420,21 +420,37 @@ class LoadsByEpoch(Model):
         return DataLoader(Samples(4 * (2 + self.current_epoch)), batch_size=4)
 
 
+class LoadsByStep(Model):
+    """Makes its loaders for the step before which they are made."""
+
+    def _from_here(self, size: int) -> Any:
+        return Subset(Samples(64), range(self.trainer.global_step, self.trainer.global_step + size))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self._from_here(24), batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self._from_here(8), batch_size=4)
+
+
 @pytest.mark.parametrize(
-    ("every", "at"),
+    ("kind", "every", "at"),
     [
-        (0, ("on_train_batch_end", 9)),
-        (0, ("on_train_batch_end", 6)),
-        (2, ("on_train_batch_end", 9)),
-        (2, ("on_train_epoch_end", 2)),
-        (2, ("on_train_batch_end", 26)),
+        (LoadsByEpoch, 0, ("on_train_batch_end", 9)),
+        (LoadsByEpoch, 0, ("on_train_batch_end", 6)),
+        (LoadsByEpoch, 2, ("on_train_batch_end", 9)),
+        (LoadsByEpoch, 2, ("on_train_epoch_end", 2)),
+        (LoadsByEpoch, 2, ("on_train_batch_end", 26)),
+        (LoadsByStep, 0, ("on_train_batch_end", 9)),
+        (LoadsByStep, 1, ("on_train_batch_end", 9)),
+        (LoadsByStep, 2, ("on_validation_batch_end", 5)),
     ],
 )
-def test_loaders_are_those_of_the_epoch_in_which_they_were_made(
-    every: int, at: tuple[str, int], tmp_path: Path
+def test_loaders_are_those_of_the_epoch_and_step_in_which_they_were_made(
+    kind: Any, every: int, at: tuple[str, int], tmp_path: Path
 ) -> None:
     settings = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4}
-    expected, found, said = train_and_resume(Training(LoadsByEpoch, trainer=settings), tmp_path, at)
+    expected, found, said = train_and_resume(Training(kind, trainer=settings), tmp_path, at)
     assert not said
     assert found == expected
 

@@ -138,6 +138,19 @@ def test_only_changes_are_captured_and_large_ones_are_named() -> None:
     assert plain.capture() == ({}, ["value"])
 
 
+def test_data_is_what_has_arrays_and_no_times() -> None:
+    x, took = np.zeros(3), 0.5
+    owner = types.SimpleNamespace(
+        samples=[{"x": x, "y": 0.5, "name": "a"}],
+        columns={"x": x, "y": [1, 2]},
+        pairs=[(x, 1)],
+        told={"x": x, "took": took},
+        texts=[{"x": "a"}],
+        took=took,
+    )
+    assert [*PlainState(owner).data()] == ["samples", "columns", "pairs"]
+
+
 @pytest.mark.parametrize("kind", [list, enumerate])
 def test_little_of_a_data_set_is_copied_before_it_is_left_out(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = types.SimpleNamespace(records=[])

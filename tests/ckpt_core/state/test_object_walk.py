@@ -139,6 +139,12 @@ def test_what_a_training_has_no_state_in_is_not_entered() -> None:
     assert [path for path, _ in find_generators(owner)] == ["globals.OF_THE_MODULE"]
 
 
+def test_many_records_leave_something_for_what_comes_after_them() -> None:
+    records = [Items(boxes=[Items(at=Items()) for _ in range(40)]) for _ in range(200)]
+    owner = Items(records=records, transforms=[Transform()])
+    assert "transforms.0.own" in [path for path, _ in find_generators(owner)]
+
+
 def test_a_look_keeps_nothing_alive() -> None:
     class Holds:
         def __init__(self) -> None:
