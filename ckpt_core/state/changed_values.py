@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
@@ -443,7 +444,9 @@ def _types_in(holder: dict[Any, Any]) -> dict[Any, type]:
 
 def _is_plain_or_draws(value: object) -> bool:
     try:
-        return is_plain(value) or is_generator(value)
+        # by a value of its thread, a transform of MONAI notes whether it is traced
+        of_thread = isinstance(value, threading.local) and is_plain(value.__dict__)
+        return of_thread or is_plain(value) or is_generator(value)
     except Exception:  # noqa: BLE001 - of a user's class, whatever it raises when it is looked at
         return False
 

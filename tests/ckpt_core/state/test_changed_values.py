@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import io
+import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -105,6 +106,17 @@ def test_a_flag_of_what_no_other_process_has_is_left_to_who_opens_it_again(opene
     assert sorted(plain.capture()[0]) == ["count", "order"]
     owner.file = None  # type: ignore[attr-defined]
     assert sorted(plain.capture()[0]) == ["count", "flag", "name", "order"]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_flag_beside_a_value_of_the_thread_is_captured_unless_that_is_open(opens: bool) -> None:
+    owner = Holder()
+    owner.k = 0  # type: ignore[attr-defined]
+    plain = PlainState(owner)
+    owner.k, owner.local = 1, threading.local()  # type: ignore[attr-defined]
+    owner.local.value = io.BytesIO() if opens else True  # type: ignore[attr-defined]
+    values, left_out = plain.capture()
+    assert ([*values], left_out) == (([], ["k"]) if opens else (["k"], []))
 
 
 def test_a_list_in_the_place_of_a_dictionary_that_is_gone_is_looked_at_as_a_list() -> None:
