@@ -36,6 +36,11 @@ _MIDDLE, _EPOCH_END, _ACCUMULATION = "middle", "epoch-end", "accumulation"
 _MOST_SAVES = 4
 
 
+def is_rehearsed() -> bool:
+    """Return whether this process is one of a rehearsal."""
+    return Plan.of_environment() is not None
+
+
 class Rehearsal:
     """Rehearses the training of the Accelerator of a session, as the plan says."""
 

@@ -502,7 +502,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     # ---- snapshots in memory -----------------------------------------------------------------------------------------
 
     def _memory_tier(self, trainer: Any) -> MemoryTier | None:
-        if self._memory_options is None:
+        if self._memory_options is None or is_rehearsed():  # whose processes end without a clean-up
             return None
         every, root = self._memory_options
         return MemoryTier(checkpoint_directory(self, trainer), every=every, root=root)

@@ -23,7 +23,7 @@ from accelerate_ckpt._data import unprepared
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
-from accelerate_ckpt._rehearsing import Rehearsal
+from accelerate_ckpt._rehearsing import Rehearsal, is_rehearsed
 from accelerate_ckpt._report import RunReport, announce, forget_reports
 from accelerate_ckpt._state.background_failures import OutcomeWatch
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
@@ -108,7 +108,7 @@ class Session:
         if store is not None:
             atexit.register(self.agreement.leave)  # for scripts that end without end_training
         self.memory: MemorySnapshots | None = None  # what keeps snapshots in memory; None if nothing does
-        if config.memory_every_n_steps is not None:
+        if config.memory_every_n_steps is not None and not is_rehearsed():  # the memory is that of the run
             tier = MemoryTier(directory_of_run(self), every=config.memory_every_n_steps, root=config.memory_dir)
             self.memory = MemorySnapshots(
                 tier,

@@ -66,7 +66,8 @@ class Count:
 
 def main(case: str, checkpoint: str | None) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2 if case == "accumulates" else 1)
-    attach(accelerator, "async", resume="auto" if case == "auto" else None, event_log="mine.jsonl")
+    of_run: dict[str, Any] = {"event_log": "mine.jsonl", "memory_every_n_steps": 2, "memory_dir": "memory"}
+    attach(accelerator, "async", resume="auto" if case == "auto" else None, **of_run)
     set_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

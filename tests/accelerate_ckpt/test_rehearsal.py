@@ -67,6 +67,7 @@ def test_points_that_are_asked_for_are_tried_in_place_of_the_scripts_own() -> No
 def test_an_exact_script_is_exact_and_its_own_directory_left_alone(
     tmp_path: Path, case: str, steps: int, points: list[tuple[str, int]]
 ) -> None:
+    (tmp_path / "memory").mkdir()
     result = rehearsed(case)
     assert result.is_exact, result.text()
     assert result.steps == steps
@@ -74,6 +75,7 @@ def test_an_exact_script_is_exact_and_its_own_directory_left_alone(
     assert {"data", "weights", "optimizers", "schedulers", "generators", "logged", "objects"} <= set(result.subjects)
     assert list(tmp_path.glob("mine*")) == []
     assert list(tmp_path.glob("checkpoints*")) == []
+    assert list((tmp_path / "memory").iterdir()) == []  # where the run would look for its newest snapshot
 
 
 @pytest.mark.usefixtures("forked")

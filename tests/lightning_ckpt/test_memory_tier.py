@@ -67,6 +67,12 @@ def test_a_crashed_fit_continues_from_memory_and_leaves_nothing(tmp_path: Path, 
     assert [name for name in names(tmp_path / "checkpoints") if name.startswith("step")] == ["step=6.ckpt"]
 
 
+def test_a_rehearsal_takes_none(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ckpt.resumable.is_rehearsed", lambda: True)
+    assert fit(tmp_path, memory, raise_at=6).global_step == 5
+    assert names(memory) == []
+
+
 def test_last_takes_the_newer_one_too(tmp_path: Path, memory: Path) -> None:
     settings: dict[str, Any] = {"resume": None, "dirpath": tmp_path / "checkpoints"}
     fit(tmp_path, memory, SyncCheckpointIO, raise_at=6, **settings)
