@@ -15,7 +15,7 @@ from typing import Any
 from ckpt_core._commit.save_outcome import JointSave
 from ckpt_core._layouts.directory.files import describe_file
 from ckpt_core._layouts.directory.manifest import ExtraFile
-from ckpt_core._layouts.directory.skeleton import encode_plain
+from ckpt_core._layouts.directory.skeleton import Form, encode_plain
 from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest, encode_metadata
 from ckpt_core._layouts.image import Image
 from ckpt_core._pipeline.directory_commit import (
@@ -316,7 +316,8 @@ def plan_parts(
         _check_part(part)
         same = part.kind is not Kind.PER_RANK
         # A model's are refused: nobody could load into them.
-        skeleton, tensors = encode_plain(part.state, key=part.name, objects=objects, any_tensor=not same)
+        forms: dict[int, Form] = {}
+        skeleton, tensors = encode_plain(part.state, key=part.name, objects=objects, any_tensor=not same, forms=forms)
         found = {
             name: local_tensor(tensor, key=f"{part.name}.{name}", rank=rank, world_size=world_size, replicated=same)
             for name, tensor in tensors
@@ -328,7 +329,9 @@ def plan_parts(
             _check_whole(part, found)
             pieces = {name: tensor.pieces for name, tensor in found.items()} if rank == 0 or not same else {}
         spread = spread and world_size > 1
-        planned.append(PartContent(part.name, part.kind.value, skeleton, found, pieces, spread, part.frozen))
+        planned.append(
+            PartContent(part.name, part.kind.value, skeleton, found, pieces, spread, part.frozen, forms=forms)
+        )
     return planned
 
 

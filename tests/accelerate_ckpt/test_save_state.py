@@ -35,6 +35,7 @@ from ckpt_core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
+from ckpt_core.report import read_events, totals_of
 from tests.accelerate_ckpt.training import Counter, Run, Tied, assert_same, model_of
 from tests.conftest import ACCELERATE
 from tests.support.closing import closed_to_this_user
@@ -161,6 +162,42 @@ def test_optimizers_that_step_in_hooks(tmp_path: Path, caplog: Any, way: str, ki
     assert said == (kind is _Projecting) == ("not guaranteed to be exact" in caplog.text)
     if not said:
         assert_same_state(train(resumed, range(4, 8)), whole)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sharded"])
+def test_state_of_an_optimizer_lies_in_memory_as_its_parameter(tmp_path: Path, strategy: str) -> None:
+    """A fused step takes the memory of both as it is."""
+
+    def prepared() -> tuple[Accelerator, nn.Module, Any]:
+        torch.manual_seed(1)
+        accelerator = accelerator_of(strategy)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+
+    def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, step: int, *, steps: bool = True) -> None:
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        accelerator.backward(model(x.to(memory_format=torch.channels_last)).pow(2).mean())
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run = prepared()
+    train(*run, 0)
+    train(*run, 1, steps=False)  # in a window of accumulation, whose gradients are saved, too
+    run[0].save_state(tmp_path / "saved")
+    train(*run, 2)
+    resumed = prepared()
+    resumed[0].load_state(tmp_path / "saved")
+    train(*resumed, 2)
+    for found, expected in zip(resumed[1:], run[1:], strict=True):
+        assert_same_state(found.state_dict(), expected.state_dict())
+
+
+def test_a_load_is_in_the_event_log(tmp_path: Path) -> None:
+    run = Run(accelerator_of())
+    run.train(3, save_after=3, path=tmp_path / "saved")
+    Run(accelerator_of("async", {"event_log": tmp_path / "log"})).accelerator.load_state(tmp_path / "saved")
+    assert totals_of(read_events([str(tmp_path / "log")]))["loads"] == 1
 
 
 def test_it_says_where_it_resumes_and_what_its_saves_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

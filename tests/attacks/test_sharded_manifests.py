@@ -212,6 +212,23 @@ CHANGES = {
     "an array of another size": set_in("parts.model.state.b", {"$array": ["<f4", [2], "$1"]}),
     "a tensor in a set": set_in("parts.model.state.w", {"$set": ["$0"]}),
     "a tensor for a key": set_in("parts.model.state.w", {"$dict": [["$0", 1]]}),
+    **{
+        f"a form is {form}": set_in("parts.model.forms", [form])
+        for form in (
+            [0, [3, 0], False, False],  # elements in one place
+            [0, [6, 2], False, False],  # holes
+            [0, [1, 4, 1], False, False],
+            [0, [-3, 1], False, False],
+            [0, [3, 1], 1, False],
+            [0, None, False, "yes"],
+            [1, None, True, True],  # of bytes
+            [2, None, True, True],
+            [0, None],
+            [None, None, False, False],
+            7,
+        )
+    },
+    "forms are an object": set_in("parts.model.forms", {"0": [None, True, True]}),
     "blocks of another file": blocks_of_another_file,
     "metadata that are no dictionary": set_in("metadata", [1]),
     "metadata with a tensor": set_in("metadata", {"a": "$0"}),

@@ -35,7 +35,7 @@ from ckpt_core._pipeline.host_copy import HostCopy
 from ckpt_core.catalog import Catalog
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.process.awaited_paths import waiting_for_nothing
-from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
+from ckpt_core.storage import MANIFEST_NAME, Fault, FaultyStorage, LocalStorage
 from tests.support.states import assert_same_state, states
 
 STRATEGIES = ["sync", "async"]
@@ -100,6 +100,45 @@ def test_any_state_comes_back(state: Any, tmp_path: Path) -> None:
             checkpoint.verify()
             for part in ("one", "two"):
                 assert_same_state(checkpoint.load(part), state)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strides_gradients_and_parameters_come_back(strategy: Any, tmp_path: Path) -> None:
+    image = torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last)
+    kept = {
+        "image": image,
+        "tied": [image, image],
+        "one pixel": torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last),
+        "turned": torch.randn(4, 2).t(),
+        "parameter": torch.nn.Parameter(torch.randn(3, 2).t()),
+        "frozen": torch.nn.Parameter(torch.arange(3), requires_grad=False),
+        "leaf": torch.zeros(1, requires_grad=True),
+    }
+    both = torch.nn.Parameter(torch.randn(3))
+    history = torch.ones(1, requires_grad=True) * 2
+    others = {
+        "both": [both, both.detach()],
+        "history": history,
+        "holes": torch.randn(4, 4)[:, ::2],
+        "expanded": torch.ones(1, 3).expand(2, 3),
+    }
+    with DirectoryCheckpointer(strategy=strategy) as checkpointer:
+        checkpointer.save([Part("own", {**kept, **others}, Kind.PER_RANK)], tmp_path / "c")
+        checkpointer.save([Part("own", {"w": torch.ones(3, 2)}, Kind.PER_RANK)], tmp_path / "usual")
+    with checkpointer.load(tmp_path / "c") as checkpoint:
+        checkpoint.verify()
+        loaded = checkpoint.load("own")
+        with torch.inference_mode():
+            assert not checkpoint.load("own")["parameter"].is_inference()
+    assert_same_state({name: loaded[name] for name in kept}, kept)
+    assert [loaded[name].stride() for name in ("image", "one pixel")] == [image.stride(), (3, 1, 3, 3)]
+    assert loaded["tied"][0] is loaded["tied"][1] is loaded["image"]
+    plain = [*loaded["both"], *(loaded[name] for name in ("history", "holes", "expanded"))]
+    assert all(type(value) is torch.Tensor and value.is_contiguous() for value in plain)
+    assert not any(value.requires_grad for value in plain), "what has a history, or is detached, too, can be added to"
+    assert all(torch.equal(loaded[name], others[name]) for name in ("history", "holes", "expanded"))
+    assert b'"forms"' in (tmp_path / "c" / MANIFEST_NAME).read_bytes()
+    assert b'"forms"' not in (tmp_path / "usual" / MANIFEST_NAME).read_bytes()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

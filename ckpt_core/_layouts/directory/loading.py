@@ -22,7 +22,7 @@ from ckpt_core._layouts.directory.matching import (
     match,
     unique_targets,
 )
-from ckpt_core._layouts.directory.skeleton import decode_plain
+from ckpt_core._layouts.directory.skeleton import Form, decode_plain
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._plan import LocalTensor
 from ckpt_core.buffers import buffers_for
@@ -32,6 +32,7 @@ from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, Storage
 
 Opened = TypeVar("Opened", bound="DirectoryReader")
+_USUAL = Form()
 Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
 
 
@@ -58,8 +59,10 @@ def _whole(key: str, tensor: torch.Tensor) -> LocalTensor:
     return LocalTensor.whole(tensor)
 
 
-def _made(info: TensorInfo, where: Placement) -> torch.Tensor:
-    return where(info) if callable(where) else info.empty(where)
+def _made(info: TensorInfo, where: Placement, strides: tuple[int, ...] | None) -> torch.Tensor:
+    made = where(info) if callable(where) else info.empty(where)
+    with torch.inference_mode(False):
+        return made if strides is None else made.as_strided(info.shape, strides)
 
 
 class DirectoryReader:
@@ -198,7 +201,11 @@ class DirectoryReader:
         boxes += [(index, Box.whole(infos[index].shape)) for index in new]
         chunks = self._chunks_of(contents, boxes)
         arrays = {reference.index for reference in contents.references if reference.is_array}
-        made = {index: _made(infos[index], None if index in arrays else map_location) for index in new}
+        forms = {index: contents.record.forms.get(index, _USUAL) for index in new}
+        made = {
+            index: _made(infos[index], None if index in arrays else map_location, form.strides)
+            for index, form in forms.items()
+        }
         targets = [piece.tensor for _, own in found for piece in own.pieces] + [made[i] for i in new]
         shared: set[str] = set()
         if self._contents.kinds[part] != "per-rank" and _is_one_of_many():
@@ -206,6 +213,7 @@ class DirectoryReader:
                 if box.shape == infos[index].shape:
                     shared.update(placed.shard.file.name for placed in of_box)
         self._fill(zip(targets, (box for _, box in boxes), chunks, strict=True), shared)
+        made = {index: forms[index].given_to(tensor) for index, tensor in made.items()}
         in_order = iter([made[m.index] if m.target is None else m.target for m in matches])
         with self._contents.sense(part):
             try:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from ckpt_core._layouts.directory.file_names import check_extra_name, check_part_name, check_save_id, check_shard_name
 from ckpt_core._layouts.directory.safetensors_file import ALIGNMENT, DIGEST_BYTES
-from ckpt_core._layouts.directory.skeleton import Json, decode_plain
+from ckpt_core._layouts.directory.skeleton import Form, Json, decode_plain, fills_memory
 from ckpt_core._layouts.safetensors import (
     DTYPES,
     LARGEST_HEADER,
@@ -60,6 +60,7 @@ class PartRecord:
 
     skeleton: Json  # its structure, for decode_plain
     tensors: tuple[TensorInfo, ...]  # what the skeleton's references refer to
+    forms: Mapping[int, Form] = dataclasses.field(default_factory=dict)  # of those that have an unusual one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ def encode_part(record: PartRecord) -> dict[str, Json]:
         "state": record.skeleton,
         "types": [[dtype_name(info.dtype), list(info.shape)] for info in types],
         "tensors": [number_of[info] for info in record.tensors],
+        **({"forms": [[number, *form] for number, form in record.forms.items()]} if record.forms else {}),
     }
 
 
@@ -275,7 +277,20 @@ def _check_unique(records: Sequence[RankRecord]) -> None:
 
 def _part(document: Any) -> PartRecord:
     types = [_type(*entry) for entry in _list(document["types"])]
-    return PartRecord(document["state"], tuple(types[_number(number)] for number in _list(document["tensors"])))
+    tensors = tuple(types[_number(number)] for number in _list(document["tensors"]))
+    forms = {_number(number): _form(tensors[number], *form) for number, *form in _list(document.get("forms", []))}
+    return PartRecord(document["state"], tensors, forms)
+
+
+def _form(info: TensorInfo, strides: Any, is_parameter: Any, requires_grad: Any) -> Form:
+    found = None if strides is None else tuple(map(_number, _list(strides)))
+    if found is not None and not fills_memory(info.shape, found):
+        raise ValueError(f"no tensor of shape {list(info.shape)} has the strides {strides}")
+    if type(is_parameter) is not bool or type(requires_grad) is not bool:
+        raise TypeError("a tensor is a parameter, or has a gradient, or not")
+    if requires_grad and not (info.dtype.is_floating_point or info.dtype.is_complex):
+        raise ValueError(f"a {dtype_name(info.dtype)} has no gradient")
+    return Form(found, is_parameter, requires_grad)
 
 
 def _type(dtype: Any, shape: Any) -> TensorInfo:

@@ -21,7 +21,7 @@ import pathlib
 import pickle
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from ckpt_core._layouts.safetensors import check_known
 from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
 from ckpt_core._plan import QUANTIZED_TYPES
 from ckpt_core.errors import CheckpointFormatError, SerializationError, UnsafeCheckpointError
+from ckpt_core.geometry import strides_of
 from ckpt_core.tree import Repeats, join_key
 from ckpt_core.weights_only import reason_of, refused_in
 
@@ -53,21 +54,67 @@ _REMEDY = (
 )
 
 
+class Form(NamedTuple):
+    """What a tensor is besides its type, shape and elements."""
+
+    strides: tuple[int, ...] | None = None  # in elements; None: row-major
+    is_parameter: bool = False
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """Return that of a tensor; of a kind that is not plain, or has a history, nothing is known."""
+        kind = type(tensor)
+        if kind not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+            return _USUAL
+        shape, strides = tensor.shape, None
+        if not tensor.is_contiguous() or 1 in shape:  # to torch, the stride of one element is of no matter
+            strides = tensor.stride()
+            if strides == strides_of(shape) or not fills_memory(shape, strides):
+                strides = None
+        if strides is None and kind is torch.Tensor and not tensor.requires_grad:
+            return _USUAL  # there may be many thousands
+        return cls(strides, kind is torch.nn.Parameter, tensor.requires_grad and tensor.is_leaf)
+
+    def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, whose strides are right, as a parameter or with a gradient where it was so."""
+        with torch.inference_mode(False):
+            if self.is_parameter:
+                return torch.nn.Parameter(tensor, self.requires_grad)
+            return tensor.requires_grad_() if self.requires_grad else tensor
+
+
+def fills_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements with these strides are in memory without holes, each in a place of its own."""
+    size = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent != 1 and stride != size:
+            return False
+        size *= extent
+    return size > 0
+
+
 def encode_plain(
-    tree: Any, *, key: str, objects: dict[str, str] | None = None, any_tensor: bool = False
+    tree: Any,
+    *,
+    key: str,
+    objects: dict[str, str] | None = None,
+    any_tensor: bool = False,
+    forms: dict[int, Form] | None = None,
 ) -> tuple[Json, list[tuple[str, torch.Tensor]]]:
     """Take a state apart: the structure, in which tensors are references, and the tensors by unique names.
 
     These are their paths below ``tree``. Tensors that are the same part of the same memory (tied weights) are in it
     once, under the first name. With ``objects``, there may be some that are not plain data, and it is filled with the
     types of those that the default way of reading refuses, by key; ``any_tensor`` says that tensors that are more than
-    their elements (sparse, quantized, nested) are such, and not refused later.
+    their elements (sparse, quantized, nested) are such, and not refused later. ``forms`` is filled with those of the
+    tensors, by number.
 
     Examples:
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
         ({'weight': '$0', 'sizes': {'$tuple': [1, 2]}}, [('weight', tensor([1., 1.]))])
     """
-    encoder = _Encoder(key, objects, any_tensor)
+    encoder = _Encoder(key, objects, any_tensor, forms)
     try:
         skeleton = encoder.encode(tree, "")
     except RecursionError as error:
@@ -78,11 +125,18 @@ def encode_plain(
 
 
 class _Encoder:
-    def __init__(self, key: str, objects: dict[str, str] | None = None, any_tensor: bool = False) -> None:
+    def __init__(
+        self,
+        key: str,
+        objects: dict[str, str] | None = None,
+        any_tensor: bool = False,
+        forms: dict[int, Form] | None = None,
+    ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._key = key
         self._objects = objects
         self._any_tensor = any_tensor
+        self._forms = forms
         self._indices: dict[Any, int] = {}
         self._parents: list[int] = []
         self._repeats = Repeats()
@@ -138,6 +192,10 @@ class _Encoder:
         if index is None:
             index = self._indices[identity] = len(self.tensors)
             self.tensors[self._unique(name)] = tensor
+        if self._forms is not None:
+            form = Form.of(tensor)
+            if self._forms.setdefault(index, form) != form:  # a parameter, and the same detached: they become one
+                self._forms[index] = Form(form.strides)
         return f"${index}"
 
     def _unique(self, name: str) -> str:
@@ -536,6 +594,7 @@ def _numpy_type(text: Any) -> np.dtype[Any]:
 # ---- tied tensors ----------------------------------------------------------------------------------------------------
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_USUAL = Form()
 
 
 def identity_of(tensor: torch.Tensor) -> Hashable:

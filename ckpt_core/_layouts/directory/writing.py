@@ -34,7 +34,7 @@ from ckpt_core._layouts.directory.safetensors_file import (
     file_layout,
     file_order,
 )
-from ckpt_core._layouts.directory.skeleton import Json, encode_plain
+from ckpt_core._layouts.directory.skeleton import Form, Json, encode_plain
 from ckpt_core._layouts.image import Image
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._plan import LocalTensor, Piece
@@ -64,6 +64,7 @@ class PartContent:
     spread: bool = False  # whether several ranks write it. If not, rank 0 writes it whole
     frozen: Collection[str] = ()  # tensors that stay as they are from save to save
     apart: bool = False  # whether those go into a file of their own
+    forms: Mapping[int, Form] = dataclasses.field(default_factory=dict)  # of tensors, by number
 
 
 class _Chunk(NamedTuple):
@@ -379,7 +380,8 @@ def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, p
 
 def _encode(part: PartContent) -> dict[str, Json]:
     infos = tuple([TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in part.tensors.values()])
-    return encode_part(PartRecord(part.skeleton, infos))
+    unusual = {number: form for number, form in part.forms.items() if any(form)}
+    return encode_part(PartRecord(part.skeleton, infos, unusual))
 
 
 def _table_digest(part: PartContent, encoded: dict[str, Json]) -> str:
