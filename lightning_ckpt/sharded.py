@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
-from ckpt_core.events import Listener
+from ckpt_core.events import CheckpointLoaded, Listener
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
 from ckpt_core.ranks import RankGroup
@@ -222,12 +223,15 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         Raises:
             CheckpointError: It is missing, damaged, not a checkpoint, or of a newer format.
         """
+        started = time.perf_counter()
         try:
             opened = self.reader_of(path).load(path, weights_only=weights_only)
         except (CheckpointFormatError, CheckpointNotFoundError) as error:
             return self.load_other_layout(path, error, map_location=map_location, weights_only=weights_only)
         with opened:
-            return whole(opened, self._ranks_of_gradients(opened), map_location=map_location)
+            state = whole(opened, self._ranks_of_gradients(opened), map_location=map_location)
+            self._tell_of_load(opened, started)
+        return state
 
     def load_into(
         self,
@@ -251,6 +255,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             Everything but weights and optimizers; the optimizers' states.
         """
         self._refuse_file(path)
+        started = time.perf_counter()
         with self.reader_of(path).load(path, weights_only=weights_only) as opened:
             rest, buffers, _ = rest_of(opened)
             gradients = gradients_of(opened, self._ranks_of_gradients(opened))
@@ -261,7 +266,13 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
                 for name in model.keys() & buffers.keys():
                     model[name].copy_(buffers[name])
             states = [opened.load(indexed("optimizer", i), into=state) for i, state in enumerate(optimizers)]
+            self._tell_of_load(opened, started)
         return rest, states
+
+    def _tell_of_load(self, opened: Any, started: float) -> None:
+        seconds = time.perf_counter() - started
+        loaded = CheckpointLoaded(path=opened.path, bytes=opened.size, seconds=seconds, verified=True)
+        self.checkpointer.notify(loaded)
 
     def _refuse_file(self, path: StrPath) -> None:
         if self.checkpointer.exists(path) or os.path.isdir(path):

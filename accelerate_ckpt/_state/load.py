@@ -39,6 +39,7 @@ from ckpt_core.errors import (
     StateMismatchError,
     StorageError,
 )
+from ckpt_core.events import CheckpointLoaded
 from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.resume import ResumePoint
@@ -377,7 +378,9 @@ class _Ours:
             outcome = _IF_AS_READ
         if is_exact and session.data.leaves_loaders:
             outcome = _LOADERS_STAY
-        session.announce(point.in_words(outcome, self._size, time.monotonic() - self._begun))
+        seconds = time.monotonic() - self._begun
+        session.checkpointer.notify(CheckpointLoaded(path=point.path, bytes=self._size, seconds=seconds, verified=True))
+        session.announce(point.in_words(outcome, self._size, seconds))
 
     def _load_models(self) -> None:
         accelerator = self._session.accelerator
