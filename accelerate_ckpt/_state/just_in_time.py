@@ -50,7 +50,7 @@ def note_start(session: Session) -> None:
 
     Not where the ranks have to meet first, which may be at different loaders.
     """
-    if session.world_size == 1 or wait_seconds_of(session.config.just_in_time) is None or session.work_done[0]:
+    if not _is_wanted(session) or session.work_done[0]:
         return
     if session.just_in_time is None:
         is_ready = session.accelerator._models and session.accelerator._optimizers and torch.is_grad_enabled()
@@ -60,9 +60,15 @@ def note_start(session: Session) -> None:
     session.just_in_time.note_start()
 
 
+def _is_wanted(session: Session) -> bool:
+    # the notes are beside the checkpoints of the run, which a rehearsal leaves alone
+    is_asked_for = wait_seconds_of(session.config.just_in_time) is not None
+    return is_asked_for and session.world_size > 1 and session.rehearsal is None
+
+
 def note_step(session: Session) -> None:
     """Note what this rank alone has, after the body of the training loop."""
-    if session.world_size == 1 or wait_seconds_of(session.config.just_in_time) is None:
+    if not _is_wanted(session):
         return
     is_first = session.just_in_time is None or not session.just_in_time.survivors.last
     problem = _problem_of(session) if is_first else None

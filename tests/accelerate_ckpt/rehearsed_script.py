@@ -67,6 +67,7 @@ class Count:
 def main(case: str, checkpoint: str | None) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2 if case == "accumulates" else 1)
     of_run: dict[str, Any] = {"event_log": "mine.jsonl", "memory_every_n_steps": 2, "memory_dir": "memory"}
+    of_run["just_in_time"] = True
     attach(accelerator, "async", resume="auto" if case == "auto" else None, **of_run)
     set_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))

@@ -108,7 +108,9 @@ def test_a_defect_is_named_with_its_first_step_and_its_place(case: str, subject:
         ("replaces", "not known", "not known"),
     ],
 )
-def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: str, at_two: str, at_three: str) -> None:
+def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(
+    tmp_path: Path, case: str, at_two: str, at_three: str
+) -> None:
     command = [sys.executable, str(SCRIPT), case]
     result = rehearse(
         command, at=[14], points=["validation"], steps=25, ranks=[2, 3], resume_arguments=["{checkpoint}"]
@@ -116,6 +118,7 @@ def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: s
     found = [(resumed.ranks, resumed.samples) for resumed in result.resumes]
     assert found == [(None, "-"), (2, at_two), (3, at_three)], result.text()
     assert result.is_exact == (case in ("exact", "stream")), result.text()
+    assert list(tmp_path.glob(".*")) == []  # such as notes for a rank that dies
 
 
 @pytest.mark.extended_cells("exact-26-points0", "short-12-points3")
