@@ -389,6 +389,7 @@ class TrainingData:
             "between": False,
             "batches": batches,
             "exhausted": list(moment.exhausted),
+            "length": self._internals.fetcher.length,  # with which it began; that of a sampler may be what is left
             "last_rng": last.rng.encode() if last is not None else None,
             "ahead_rng": fetch.rng.encode() if fetch is not None and ahead else None,
             "loaders": [t.capture(m, batches) for t, m in zip(self._trackers, moment.marks, strict=True)],

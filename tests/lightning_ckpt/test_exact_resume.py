@@ -455,6 +455,30 @@ def test_loaders_are_those_of_the_epoch_and_step_in_which_they_were_made(
     assert found == expected
 
 
+class Rest:
+    """Batches of 24 samples; its length is that of what is left of them."""
+
+    taken = 0
+
+    def __len__(self) -> int:
+        return 6 - self.taken % 6
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            self.taken += 1
+            yield [(self.taken * 4 + number) % 24 for number in range(4)]
+
+
+def test_an_epoch_is_as_long_as_when_it_began(tmp_path: Path) -> None:
+    class TakesTheRest(Model):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Samples(24), batch_sampler=Rest())
+
+    expected, found, said = train_and_resume(Training(TakesTheRest), tmp_path, ("on_train_batch_end", 9))
+    assert not said
+    assert found == expected
+
+
 class LoadsByChance(Model):
     """Makes its loaders of samples that it draws: from a generator of its own, or from the global one."""
 
