@@ -139,6 +139,14 @@ def test_what_a_training_has_no_state_in_is_not_entered() -> None:
     assert [path for path, _ in find_generators(owner)] == ["globals.OF_THE_MODULE"]
 
 
+def test_what_an_augmentation_in_the_model_has_drawn_last_is_left_out() -> None:
+    kinds = [type("Flip", (torch.nn.Module,), {"__module__": name}) for name in ("kornia.augmentation", "mine")]
+    model = torch.nn.ModuleList([kind() for kind in kinds])
+    for part in model:
+        part._params = {"batch_prob": torch.zeros(1)}  # type: ignore[assignment]
+    assert [found.path for found in reach(model)] == ["1._params"]
+
+
 def test_many_records_leave_something_for_what_comes_after_them() -> None:
     records = [Items(boxes=[Items(at=Items()) for _ in range(40)]) for _ in range(200)]
     owner = Items(records=records, transforms=[Transform()])
