@@ -13,8 +13,8 @@ import torch
 _NAMES = """
     PIL _io _thread _weakref accelerate accelerate_ckpt aim asyncio boto3 botocore builtins ckpt_async ckpt_core
     clearml collections comet_ml concurrent contextlib ctypes datetime decimal diffusers.pipelines
-    diffusers.schedulers dvclive enum fsspec h5py importlib io itertools lightning lightning_ckpt lightning_fabric
-    lmdb logging loguru matplotlib mlflow multiprocessing neptune numpy pandas pathlib pyarrow pydantic
+    diffusers.schedulers dvclive enum fsspec h5py importlib io itertools kornia lightning lightning_ckpt
+    lightning_fabric lmdb logging loguru matplotlib mlflow multiprocessing neptune numpy pandas pathlib pyarrow pydantic
     pytorch_lightning queue re rich s3fs selectors sentence_transformers socket sqlite3 ssl subprocess swanlab
     tensorboard tensorboardX threading tokenizers torch torchmetrics tqdm trackio transformers typing wandb weakref
     zoneinfo

@@ -55,3 +55,7 @@ def test_libraries_are_known_by_name() -> None:
     noise = type("DDPMScheduler", (), {"__module__": "diffusers.schedulers.scheduling_ddpm"})
     kinds = (Mine, torch.nn.Linear, collections.OrderedDict, Path, ckpt_core.Checkpointer, average, noise)
     assert [is_library(kind) for kind in kinds] == [False, True, True, True, True, False, True]
+
+
+def test_modules_of_libraries_that_keep_nothing_are_theirs() -> None:
+    assert is_library(type("RandomFlip", (torch.nn.Module,), {"__module__": "kornia.augmentation._2d.flip"}))
