@@ -6,13 +6,10 @@ import errno
 import functools
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from ckpt_core._pipeline.directory_commit import names_of_files
-from ckpt_core._pipeline.loading import stamp_of
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -32,8 +29,8 @@ Result = TypeVar("Result")
 #: What a copy is passed over for.
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError, StorageError)
 
-# Each local copy is warned of once, although both a look-up and the load after it read it.
-_PASSED_OVER: set[tuple[str, Identity]] = set()
+# Each damaged copy is warned of once, although both a look-up and the load after it read it.
+_DAMAGED: set[tuple[str, Identity]] = set()
 
 
 class TieredStorage(Storage):
@@ -45,10 +42,6 @@ class TieredStorage(Storage):
         self.tiers = tiers
         self.local = local or LocalStorage()
         self._storage_options = storage_options
-        self._begun = time.time_ns()
-        self._lock = threading.RLock()  # a signal handler may look, too
-        self._uploads: dict[str, dict[str, Identity] | None] = {}  # by directory; None: the store does not answer
-        self._is_older: dict[tuple[str, Identity], bool] = {}
 
     @functools.cached_property
     def remote(self) -> Storage:
@@ -71,43 +64,10 @@ class TieredStorage(Storage):
         return read(self.remote, self.tiers.remote_path(path))
 
     def local_identity(self, path: str) -> Identity | None:
-        """Return the identity of a checkpoint's local copy; None if there is none, or another is to be taken."""
+        """Return the identity of a checkpoint's local copy; None if there is none, or it is known to be damaged."""
         local = self.tiers.local_path(path)
         identity = identity_of(local)
-        if identity is None or (local, identity) in _PASSED_OVER or self.is_overtaken(local, identity):
-            return None
-        return identity
-
-    def is_overtaken(self, local: str, identity: Identity) -> bool:
-        """Return whether a local copy that an earlier start has left is older than the upload of this name.
-
-        The run was on another machine meanwhile. What this process saves is never asked for. If the store does not
-        answer, the local copy counts.
-        """
-        if identity.modified_ns > self._begun:
-            return False
-        copy, remote = (local, identity), self.tiers.remote_path(local)
-        with self._lock:
-            if copy not in self._is_older:
-                self._is_older[copy] = self._has_later(remote, identity)
-                if self._is_older[copy] and copy not in _PASSED_OVER:
-                    _PASSED_OVER.add(copy)
-                    logger.warning("using the copy %s instead of the local one, %s: it was saved later", remote, local)
-            return self._is_older[copy]
-
-    def _has_later(self, remote: str, identity: Identity) -> bool:
-        directory, name = os.path.split(remote)
-        try:
-            if directory not in self._uploads:
-                self._uploads[directory] = None
-                self._uploads[directory] = read_ledger(self.remote, directory)
-            known = self._uploads[directory]
-            if known is None or known.get(name) == identity:
-                return False
-            committed = stamp_of(remote, storage=self.remote, is_directory=identity.save is not None).committed
-        except CheckpointError:
-            return False
-        return committed is not None and committed > identity.committed
+        return None if identity is None or (local, identity) in _DAMAGED else identity
 
     def can_replace(self, path: str, identity: Identity, error: CheckpointError) -> bool:
         """Return whether the upload may take the place of a damaged local copy, and warn that it does."""
@@ -123,7 +83,7 @@ class TieredStorage(Storage):
         except CheckpointError:
             return False  # the first error is the one to report
         logger.warning("using the copy %s instead of the local one, %s: %s", remote, local, error.message)
-        _PASSED_OVER.add((local, identity))
+        _DAMAGED.add((local, identity))
         return True
 
     # ---- reading -----------------------------------------------------------------------------------------------------

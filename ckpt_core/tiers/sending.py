@@ -145,7 +145,7 @@ class Sender:
         for path, identity in self._local(directory):
             name = os.path.basename(path)
             counts = name in names and (identity.save is not None or os.path.splitext(path)[1] == ending)
-            if counts and known.get(name) != identity and not self._storage.is_overtaken(path, identity):
+            if counts and known.get(name) != identity:
                 found.append((identity.committed, path))
         return [path for _, path in sorted(found, reverse=True)]
 
