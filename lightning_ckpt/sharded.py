@@ -230,7 +230,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             return self.load_other_layout(path, error, map_location=map_location, weights_only=weights_only)
         with opened:
             state = whole(opened, self._ranks_of_gradients(opened), map_location=map_location)
-            self._tell_of_load(opened, started)
+            self._tell_of_load(path, opened, started)
         return state
 
     def load_into(
@@ -266,12 +266,12 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
                 for name in model.keys() & buffers.keys():
                     model[name].copy_(buffers[name])
             states = [opened.load(indexed("optimizer", i), into=state) for i, state in enumerate(optimizers)]
-            self._tell_of_load(opened, started)
+            self._tell_of_load(path, opened, started)
         return rest, states
 
-    def _tell_of_load(self, opened: Any, started: float) -> None:
+    def _tell_of_load(self, path: StrPath, opened: Any, started: float) -> None:
         seconds = time.perf_counter() - started
-        loaded = CheckpointLoaded(path=opened.path, bytes=opened.size, seconds=seconds, verified=True)
+        loaded = CheckpointLoaded(path=os.fspath(path), bytes=opened.size, seconds=seconds, verified=True)
         self.checkpointer.notify(loaded)
 
     def _refuse_file(self, path: StrPath) -> None:

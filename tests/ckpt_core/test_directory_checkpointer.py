@@ -141,6 +141,18 @@ def test_strides_gradients_and_parameters_come_back(strategy: Any, tmp_path: Pat
     assert b'"forms"' not in (tmp_path / "usual" / MANIFEST_NAME).read_bytes()
 
 
+def test_memory_that_the_caller_brings_is_filled_as_it_lies(tmp_path: Path) -> None:
+    turned, pool = torch.nn.Parameter(torch.randn(3, 4).t()), torch.zeros(4, 10)
+    with DirectoryCheckpointer() as checkpointer:
+        checkpointer.save([Part("own", turned, Kind.PER_RANK)], tmp_path / "c")
+    with checkpointer.load(tmp_path / "c") as checkpoint:
+        assert torch.equal(checkpoint.load("own", map_location=lambda _: pool[:, :3]), turned)
+        with torch.inference_mode():
+            inferred = checkpoint.load("own", map_location=lambda info: torch.empty(info.shape))
+    assert not pool[:, 3:].any()
+    assert torch.equal(inferred, turned)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_save_of_the_same_path_replaces_it_and_keeps_what_is_not_ours(strategy: Any, tmp_path: Path) -> None:
     path = tmp_path / "last"

@@ -61,8 +61,10 @@ def _whole(key: str, tensor: torch.Tensor) -> LocalTensor:
 
 def _made(info: TensorInfo, where: Placement, strides: tuple[int, ...] | None) -> torch.Tensor:
     made = where(info) if callable(where) else info.empty(where)
+    if strides is None or not made.is_contiguous():  # what a caller has laid out is left as it is
+        return made
     with torch.inference_mode(False):
-        return made if strides is None else made.as_strided(info.shape, strides)
+        return made.as_strided(info.shape, strides)
 
 
 class DirectoryReader:

@@ -78,6 +78,8 @@ class Form(NamedTuple):
 
     def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor, whose strides are right, as a parameter or with a gradient where it was so."""
+        if tensor.is_inference():  # made by a caller, and never trained
+            return tensor
         with torch.inference_mode(False):
             if self.is_parameter:
                 return torch.nn.Parameter(tensor, self.requires_grad)
@@ -108,7 +110,7 @@ def encode_plain(
     once, under the first name. With ``objects``, there may be some that are not plain data, and it is filled with the
     types of those that the default way of reading refuses, by key; ``any_tensor`` says that tensors that are more than
     their elements (sparse, quantized, nested) are such, and not refused later. ``forms`` is filled with those of the
-    tensors, by number.
+    tensors that have an unusual one, by number.
 
     Examples:
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
@@ -189,13 +191,14 @@ class _Encoder:
     def _reference(self, tensor: torch.Tensor, name: str) -> str:
         identity = identity_of(tensor)
         index = self._indices.get(identity)
+        form = _USUAL if self._forms is None else Form.of(tensor)
         if index is None:
             index = self._indices[identity] = len(self.tensors)
             self.tensors[self._unique(name)] = tensor
-        if self._forms is not None:
-            form = Form.of(tensor)
-            if self._forms.setdefault(index, form) != form:  # a parameter, and the same detached: they become one
-                self._forms[index] = Form(form.strides)
+        elif self._forms is not None and self._forms.get(index, _USUAL) != form:
+            form = Form(form.strides)  # a parameter, and the same detached: they become one
+        if self._forms is not None and form is not _USUAL:
+            self._forms[index] = form
         return f"${index}"
 
     def _unique(self, name: str) -> str:
