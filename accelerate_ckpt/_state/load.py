@@ -45,7 +45,6 @@ from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
-from ckpt_core.state.hook_optimizers import UNSAVED_IN_HOOKS, restore_in_hooks
 from ckpt_core.state.kinds import indexed, restore_buffers
 from ckpt_core.state.optimizer_types import restore_types, states_in_order
 
@@ -344,10 +343,6 @@ class _Ours:
         for index, optimizer in enumerate(accelerator._optimizers if self._sharded is None else ()):
             saved = states_in_order(self._states[indexed("optimizer", index)])
             restore_types(optimizer.optimizer, saved, lambda parameter: self._types.get(id(parameter)))
-        notes = list(self._about.get("not_exact") or ())
-        for found, states in itertools.zip_longest(session.optimizers_in_hooks(), own.get("in_hooks") or ()):
-            if found and not restore_in_hooks(found, states or {}) and not notes:
-                notes.append(UNSAVED_IN_HOOKS % type(next(iter(found.values()))).__name__)
         for model, found in itertools.zip_longest(accelerator._models, self._gradients):
             if model is not None:
                 restore_gradients(model.named_parameters(), found or {})
@@ -369,6 +364,7 @@ class _Ours:
         session.variables.resume(own.get("script", {}))
         # Last, because it sets the random generators, and what comes before may draw from them.
         is_exact = session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
+        notes = self._about.get("not_exact")
         if notes:
             session.tell_once("not exact", f"this resume is not guaranteed to be exact: {'; '.join(notes)}")
         is_exact &= not notes and not self._about.get("of_stock") and len(self._saved_by) == self._saved_world_size

@@ -41,7 +41,6 @@ from ckpt_core.ranks import names_of
 from ckpt_core.small_states import wait_if_small
 from ckpt_core.state.changed_values import looks_without_waiting
 from ckpt_core.state.ddp import unsaved_hook_states
-from ckpt_core.state.hook_optimizers import UNSAVED_IN_HOOKS, capture_in_hooks
 from ckpt_core.state.kinds import Kind
 
 _TRIGGERED = (
@@ -325,7 +324,6 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
         "local_sgd": session.local_sgd.capture(),
         "not_exact": session.not_exact
         + [note for model in session.distributed_models() for note in unsaved_hook_states(model)]
-        + [UNSAVED_IN_HOOKS % kind for found in session.optimizers_in_hooks() for kind in capture_in_hooks(found)[1]]
         + ([_TRIGGERED] if accelerator.flag_tensor is not None and accelerator.flag_tensor.item() else []),
     }
     if session.interval is not None:
@@ -359,9 +357,6 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     if session.recording is not None:
         state["recorder"] = session.recording.capture()
     if variables:
-        in_hooks = [capture_in_hooks(found)[0] for found in session.optimizers_in_hooks()]
-        if any(in_hooks):
-            state["in_hooks"] = in_hooks
         in_body = any(one and one["trained"] and one["in_last_body"] for one in state["data"]["loaders"])
         state["script"] = session.variables.capture(between=session.data.is_between, in_body=in_body)
     if session.world_size > 1:

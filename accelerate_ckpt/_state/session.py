@@ -43,7 +43,6 @@ from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.code_origin import is_library
 from ckpt_core.state.gradients import capture_gradients
-from ckpt_core.state.hook_optimizers import in_hooks
 from ckpt_core.state.lost_variables import Variables, Watched, in_words, only_logged_in_words
 from ckpt_core.tiers import MemoryTier
 
@@ -251,13 +250,6 @@ class Session:
         librarys = [one for one in accelerator._custom_objects if is_library(type(one))]
         held = [accelerator, *wrapped, *inner, *loaders, *librarys]
         return Watched(accelerator._models, held, users, data, iterators=unprepared.iterators())
-
-    def optimizers_in_hooks(self) -> list[dict[str, Any]]:
-        """Return, for each model, those that step in hooks of its parameters and were not prepared."""
-        accelerator = self.accelerator
-        prepared = [*accelerator._optimizers, *accelerator._schedulers]
-        known = prepared + [getattr(one, name, None) for one in prepared for name in ("optimizer", "scheduler")]
-        return [] if is_sharded(accelerator) else [in_hooks(model, known) for model in accelerator._models]
 
     @property
     def window_is_open(self) -> bool:

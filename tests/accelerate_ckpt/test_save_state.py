@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 import json
 import logging
 import os
@@ -23,8 +22,6 @@ from accelerate.utils import ProjectConfiguration
 from safetensors import safe_open
 from safetensors.torch import load_model
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.optim.lr_scheduler import ExponentialLR
 
 from accelerate_ckpt import attach
 from accelerate_ckpt._state.session import session_of
@@ -101,67 +98,6 @@ def test_state_of_an_optimizer_keeps_its_type(tmp_path: Path, strategy: str, wei
     assert types == {torch.bfloat16, torch.float32}
     for found, expected in zip(resumed[1:], run[1:], strict=True):
         assert_same_state(found.state_dict(), expected.state_dict())
-
-
-def _step_in_hooks(model: nn.Module, way: str, kind: Any) -> list[Any]:
-    """Let each parameter have an optimizer that steps as soon as its gradient is there; return schedules of them."""
-    if way == "torch":
-        _apply_optimizer_in_backward(kind, model.parameters(), {"lr": 0.01})
-        return []
-    optimizers = {parameter: kind([parameter], lr=0.01) for parameter in model.parameters()}
-    schedules = {parameter: ExponentialLR(one, 0.9) for parameter, one in optimizers.items()}
-
-    def step(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-        schedules[parameter].step()
-
-    def step_one(optimizer: Any, schedule: Any, _: torch.Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-
-    for parameter, optimizer in optimizers.items():
-        one = functools.partial(step_one, optimizer, schedules[parameter])
-        parameter.register_post_accumulate_grad_hook(step if way == "closure" else one)
-    return [schedules[parameter] for parameter in model.parameters()]
-
-
-class _Projecting(torch.optim.Adam):
-    """Has an object in its state, as GaLore's."""
-
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        for state in self.state.values():
-            state["projector"] = Counter()
-        return result
-
-
-@pytest.mark.parametrize("way", ["torch", "closure", "partial"])
-@pytest.mark.parametrize("kind", [torch.optim.Adam, _Projecting])
-def test_optimizers_that_step_in_hooks(tmp_path: Path, caplog: Any, way: str, kind: Any) -> None:
-    def prepared() -> tuple[Accelerator, nn.Module, list[Any]]:
-        torch.manual_seed(1)
-        accelerator, model = accelerator_of("sync"), nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
-        schedules = _step_in_hooks(model, way, kind)
-        return accelerator, accelerator.prepare(model), schedules
-
-    def train(run: Any, steps: range) -> dict[str, Any]:
-        for step in steps:
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            run[0].backward(run[1](x).pow(2).mean())
-        return {"model": run[1].state_dict(), "schedules": [one.state_dict() for one in run[2]]}
-
-    run = prepared()
-    train(run, range(4))
-    run[0].save_state(tmp_path / "saved")
-    whole = train(run, range(4, 8))
-    resumed = prepared()
-    resumed[0].load_state(tmp_path / "saved")
-    said = "optimizers that step in hooks of parameters (_Projecting) begin anew" in caplog.text
-    assert said == (kind is _Projecting) == ("not guaranteed to be exact" in caplog.text)
-    if not said:
-        assert_same_state(train(resumed, range(4, 8)), whole)
 
 
 @pytest.mark.parametrize("strategy", ["async", "sharded"])
