@@ -115,7 +115,7 @@ class LoaderPosition:
         self._left: Mapping[str, Any] | None = None
         self._offered: tuple[Mapping[str, Any], int] | None = None
         self._opening: Opening | None = None
-        self._leave_out: int | None = None  # by the next iteration, if `skip_first_batches` has made its loader
+        self._leave_out = 0
         self._rng_after: RngState | None = None
 
     def release(self) -> None:
@@ -213,7 +213,7 @@ class LoaderPosition:
             self._internals.forget_loaded_state()
         self._is_yet_to_begin = False
         self._resumed, self._resume, self._left, self._offered = self._resume, None, None, None
-        leave_out, self._leave_out = self._leave_out, None
+        leave_out, self._leave_out = self._leave_out, 0
         self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
         self._history.clear()
         self._digests.clear()
@@ -245,19 +245,13 @@ class LoaderPosition:
             self._caught_up()
         return _Fetches(self, iterator)
 
-    def _begin(self, leave_out: int | None) -> Iterator[Any]:
+    def _begin(self, leave_out: int) -> Iterator[Any]:
         # the seed of an iterator that was made too early was drawn then
         rng = RngState.capture() if self._internals.has_early_iterator else None
         if rng is not None:
             self._internals.forget_iterator()
         self._tracker.begin_at_the_beginning()
-        is_apart, leave_out = leave_out is not None and self._keeps_workers, leave_out or 0
-        apart = min(self._tracker.passes, 0)
-        if is_apart or apart:
-            self._internals.forget_iterator()
         self._tracker.begin_pass()
-        if is_apart or apart:
-            self._tracker.passes = apart - 1 if is_apart else 1
         drop = self._tracker.leave_out(leave_out * self._internals.fetches) if leave_out else 0
         iterator = self._internals.make_iterator()
         self._tracker.pass_made()
@@ -519,7 +513,7 @@ class LoaderPosition:
     def restore(self, state: Mapping[str, Any], rng: RngState) -> None:
         """Let the next iteration of the loader continue from a captured position, with the generators of then."""
         self._iteration_number += 1
-        self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, None
+        self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
         self._steps, self._offered = int(state.get("finished", 0)), None
         self.is_restored = self._is_yet_to_begin = True
         self.resumes_training = bool(state.get("trained"))
@@ -616,9 +610,7 @@ class LoaderPosition:
             if self._is_over(batches):
                 self._opening = None
                 return _SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
-            if batches <= 0 and not self._has_workers_apart:
-                return self.loader
-            return _SkippedLoader(self.loader, batches, self._begin_later)
+            return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, self._begin_later)
         steps = int(waiting["steps"])
         # of a stream without a length nobody knows the epochs: the Trainer counts from the beginning of the training
         counts_all = batches > steps and int(waiting["iteration"]) > 0 and not self._has_length()
@@ -639,22 +631,8 @@ class LoaderPosition:
             return False
 
     def _begin_later(self, batches: int) -> bool:
-        self._leave_out = max(0, batches)
+        self._leave_out = batches
         return True
-
-    @property
-    def _has_workers_apart(self) -> bool:
-        """Whether a loader that skips none has persistent workers of its own.
-
-        Some scripts ask for one at each start. The first iteration after a load is then that of the loader itself in
-        the run that saved, unless that has asked before each epoch.
-        """
-        passes = self._tracker.passes
-        return self._keeps_workers and (not self._is_yet_to_begin or passes == 0 or passes < -1)
-
-    @property
-    def _keeps_workers(self) -> bool:
-        return self._tracker.persistent and self._tracker.method != "load"
 
     def _is_over(self, batches: int) -> bool:
         """Whether the script skips what it had of an epoch that was finished; some leave the last batch out of it."""
@@ -799,10 +777,6 @@ class _SkippedLoader:
         if name in ("_loader", "_batches", "_leave_out"):
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-    def ckpt_skip_more(self, batches: int) -> Any:
-        """Return what leaves out so many more."""
-        return _SkippedLoader(self._loader, self._batches + batches, self._leave_out)
 
     def __len__(self) -> int:
         return len(self._loader) - self._batches

@@ -134,10 +134,7 @@ def _itself(value: Any) -> Any:
 
 
 class InnerTracker(LoaderTracker):
-    """Follows the loader inside a prepared loader.
-
-    Its ``passes`` count down from 0 as long as each has workers of its own.
-    """
+    """Follows the loader inside a prepared loader."""
 
     sampler: ShardSampler
 
@@ -203,10 +200,6 @@ class InnerTracker(LoaderTracker):
             owner, dataset = self._whole_dataset
             vars(owner)["dataset"] = dataset
             self._whole_dataset = None
-
-    def prepare_next_pass(self, state: Mapping[str, Any]) -> None:
-        """Get ready for the loader's next whole pass, with other workers after passes that had workers of their own."""
-        super().prepare_next_pass(state if state["passes"] >= 0 else {**state, "workers": []})
 
     def made(self, dataset_generators: Mapping[str, Any]) -> None:
         """Note that a resumed pass has its iterator, before it fetches the batch that had been fetched ahead."""

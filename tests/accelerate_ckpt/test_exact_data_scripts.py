@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate import data_loader as stock_data_loader
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate_ckpt import attach
 from accelerate_ckpt._data.loaders import LoaderPositions
@@ -409,56 +409,6 @@ def test_saved_in_an_iteration_that_skips(config: dict[str, Any], workers: int) 
     resumed = Run(2, config=config, num_workers=workers).restore(state)
     assert resumed.epoch() == rest
     assert resumed.epoch() == following
-
-
-class Noise(Dataset[torch.Tensor]):
-    """Numbers that workers draw."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return index + torch.rand(1)
-
-
-def _three_epochs(run: Run, *, each: bool, begin: int = 0, skip: int = 0, save: tuple[int, int] = (-1, 0)) -> Any:
-    """The batches of epochs of a script that skips none in a first start, and what was saved after one of them."""
-    given, state = [], None
-    loader = run.accelerator.skip_first_batches(run.loader, skip)
-    for epoch in range(begin, 3):
-        if each:
-            loader = run.accelerator.skip_first_batches(run.loader, skip if epoch == begin else 0)
-        elif epoch > begin:
-            loader = run.loader
-        for number, batch in enumerate(loader, skip + 1 if epoch == begin else 1):
-            run.positions and run.positions.uses.stepped()
-            given.append([*batch.flatten().tolist(), torch.rand(1).item()])
-            if (epoch, number) == save:
-                state = run.capture()
-    return given, state
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("save", [(0, 2), (0, STEPS), (1, 2), (1, STEPS)], ids=str)
-@pytest.mark.parametrize("each", [False, True])
-def test_a_loader_that_skips_none_has_workers_of_its_own(each: bool, save: tuple[int, int]) -> None:
-    loader: Any = {"dataset": Noise(), "shuffle": True, "num_workers": 2, "persistent_workers": True}
-    whole, _ = _three_epochs(Run(follow=False, **loader), each=each)
-    followed, state = _three_epochs(Run(**loader), each=each, save=save)
-    assert followed == whole
-    begin, skip = divmod(save[0] * STEPS + save[1], STEPS)
-    resumed = Run(2, **loader).restore(state)
-    rest, _ = _three_epochs(resumed, each=each, begin=begin, skip=skip)
-    assert rest == whole[-len(rest) :] and len(rest) == 3 * STEPS - begin * STEPS - skip
-    assert resumed.warned == []
-
-
-def test_skipping_twice() -> None:
-    whole = Run(follow=False).epoch()
-    run = Run()
-    skip = run.accelerator.skip_first_batches
-    skipped = skip(skip(run.loader, 2), 1)
-    assert len(skipped) == STEPS - 3 and run.epoch(loader=skipped) == whole[3:]
 
 
 def test_skipping_in_a_stream() -> None:
