@@ -778,6 +778,10 @@ class _SkippedLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def ckpt_skip_more(self, batches: int) -> Any:
+        """Return what leaves out so many more."""
+        return _SkippedLoader(self._loader, self._batches + batches, self._leave_out)
+
     def __len__(self) -> int:
         return len(self._loader) - self._batches
 

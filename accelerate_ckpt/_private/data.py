@@ -125,6 +125,9 @@ def _patch_skip_first_batches() -> None:
 
         @functools.wraps(stock)
         def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            skipped = getattr(type(dataloader), "ckpt_skip_more", None)
+            if skipped is not None:
+                return skipped(dataloader, num_batches)
             follower = _follower_of(dataloader)
             if follower is None:
                 return stock(dataloader, num_batches)

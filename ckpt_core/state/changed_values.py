@@ -187,8 +187,8 @@ def is_record(value: Any, depth: int = 4) -> bool:
 
 def _is_data(value: Any, depth: int = 4) -> bool:
     if isinstance(value, dict):
-        # a sample may be of numbers, too; elsewhere, one that is not whole may be a time
-        others = (int, str, np.integer) if depth == 4 else (*_SCALARS, float, np.generic)
+        # a sample may have a whole number, too; one that is not whole may be a time, and a text the path of a copy
+        others = () if depth == 4 else (int, np.integer)
         items = [value[key] for key in sample(value)] if depth > 0 else []
         held = [one for one in items if not isinstance(one, others)]
         return len(held) > 0 and all(_is_data(one, depth - 1) for one in held)

@@ -37,8 +37,7 @@ _ENTERED = (
     *("torch.utils.data", "torch.nn", "webdataset."),
     *("transformers.data.data_collator", "transformers.trainer_utils"),
 )
-# modules of these keep in attributes only settings, and what they have drawn last
-_KEEP_NOTHING = ("torch.", "kornia.")
+_AUGMENTATIONS = "kornia."  # keep in attributes with an underscore what they have drawn last
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_GENERATORS = frozenset({*_SCALARS, *_CONTAINERS, torch.Tensor, types.FunctionType, types.MethodType})
@@ -218,8 +217,10 @@ def reach(
         if isinstance(value, torch.nn.Module):
             yield from walk_module(value, path, depth)
             left_out = left_out | OF_EVERY_MODULE
-            if type(value).__module__.startswith(_KEEP_NOTHING):
+            if type(value).__module__.startswith("torch."):
                 return
+            if type(value).__module__.startswith(_AUGMENTATIONS):
+                left_out = left_out | {name for name in attributes if name.startswith("_")}
         for name, child in list(attributes.items()):
             if name not in left_out:
                 yield from visit(child, _join(path, name), _into(value, name), depth - 1)

@@ -892,8 +892,9 @@ class ExactState(Live):
             def enter() -> None:
                 self._enter(mine["data"], rng, resharded)
                 fetcher, length = self._internals.fetcher, mine["data"].get("length")
+                # a longer one now is that of another `limit_train_batches`
                 if None not in (length, fetcher.length) and not (causes or resharded):
-                    fetcher.length = length
+                    fetcher.length = max(length, fetcher.length)
                 self._is_in_epoch = not mine["data"]["between"]
                 is_other = self._data.is_as_read is False  # which is told while it is read
                 if awaits_reading and self._recording is not None and self._data.is_as_read is None:

@@ -411,6 +411,14 @@ def test_saved_in_an_iteration_that_skips(config: dict[str, Any], workers: int) 
     assert resumed.epoch() == following
 
 
+def test_skipping_twice() -> None:
+    whole = Run(follow=False).epoch()
+    run = Run()
+    skip = run.accelerator.skip_first_batches
+    skipped = skip(skip(run.loader, 2), 1)
+    assert len(skipped) == STEPS - 3 and run.epoch(loader=skipped) == whole[3:]
+
+
 def test_skipping_in_a_stream() -> None:
     run = Run(dataset=NumberedStream(), config={"dispatch_batches": False})
     whole = run.epoch()

@@ -403,7 +403,7 @@ def test_a_cache_of_what_a_data_set_has_drawn_is_named(kind: Any, tmp_path: Path
 class OfSamples(Items):
     def __init__(self) -> None:
         super().__init__()
-        self.samples = [{"drawn": torch.randn(4), "name": "a", "weight": 0.5} for _ in range(24)]
+        self.samples = [{"drawn": torch.randn(4), "label": 1} for _ in range(24)]
 
     def __len__(self) -> int:
         return len(self.samples)

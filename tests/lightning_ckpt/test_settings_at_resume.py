@@ -240,3 +240,12 @@ def test_restored_values_are_pickled_before_they_are_logged_again(tmp_path: Path
     model = CopiesWhatItLogged(on_epoch=True)
     make_trainer(tmp_path, [], max_epochs=1, limit_train_batches=4).fit(model, ckpt_path=save.path)
     assert model.kinds == {"_Metadata"}
+
+
+@pytest.mark.parametrize(("before", "now", "left"), [(4, 1.0, 6), (1.0, 4, 2)])
+def test_a_resumed_epoch_has_the_limit_of_now(before: float, now: float, left: int, tmp_path: Path) -> None:
+    save = SaveAt("on_train_batch_end", 2, tmp_path / "saved.ckpt")
+    make_trainer(tmp_path, [save], max_epochs=1, limit_train_batches=before).fit(Logging())
+    trainer = make_trainer(tmp_path, [], max_epochs=1, limit_train_batches=now)
+    trainer.fit(Logging(), ckpt_path=save.path)
+    assert trainer.global_step == 2 + left

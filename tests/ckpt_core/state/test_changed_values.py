@@ -153,10 +153,13 @@ def test_only_changes_are_captured_and_large_ones_are_named() -> None:
 def test_data_is_what_has_arrays_and_no_times() -> None:
     x, took = np.zeros(3), 0.5
     owner = types.SimpleNamespace(
-        samples=[{"x": x, "y": 0.5, "name": "a"}],
+        samples=[{"x": x, "y": 3}],
         columns={"x": x, "y": [1, 2]},
         pairs=[(x, 1)],
         told={"x": x, "took": took},
+        settings={"x": x, "pid": 3},
+        steps=[{"x": x, "took": took}],
+        copies=[{"x": x, "path": "/tmp/a"}],
         texts=[{"x": "a"}],
         took=took,
     )

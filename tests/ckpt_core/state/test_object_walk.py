@@ -144,7 +144,8 @@ def test_what_an_augmentation_in_the_model_has_drawn_last_is_left_out() -> None:
     model = torch.nn.ModuleList([kind() for kind in kinds])
     for part in model:
         part._params = {"batch_prob": torch.zeros(1)}  # type: ignore[assignment]
-    assert [found.path for found in reach(model)] == ["1._params"]
+        part.p = 0.5  # type: ignore[assignment]
+    assert [found.path for found in reach(model)] == ["0.p", "1._params", "1.p"]
 
 
 def test_many_records_leave_something_for_what_comes_after_them() -> None:
