@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
-from ckpt_core._layouts.directory.skeleton import Form, encode_plain
+from ckpt_core._layouts.directory.skeleton import encode_plain
 from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.directory_commit import wait_for_files
 from ckpt_core._pipeline.directory_save import AddedFiles, plan_parts
@@ -205,8 +205,7 @@ def _content(part: Part, rank: int, world_size: int, local: Callable[[str, torch
             [part], rank=rank, world_size=world_size, slice_replicated=False, cache=cache, objects={}
         )
         return content
-    forms: dict[int, Form] = {}
-    skeleton, tensors = encode_plain(part.state, key=part.name, forms=forms)
+    skeleton, tensors = encode_plain(part.state, key=part.name)
     held = {key: local(key, tensor) for key, tensor in tensors}
     pieces = {key: tensor.pieces for key, tensor in held.items() if tensor.pieces}
-    return PartContent(part.name, part.kind.value, skeleton, held, pieces, True, part.frozen, forms=forms)
+    return PartContent(part.name, part.kind.value, skeleton, held, pieces, True, part.frozen)

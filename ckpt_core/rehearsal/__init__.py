@@ -8,6 +8,7 @@ words.
 
 from __future__ import annotations
 
+from ckpt_core.options import REHEARSAL_VARIABLE as VARIABLE
 from ckpt_core.rehearsal.comparing import SUBJECTS, Difference
 from ckpt_core.rehearsal.notes import (
     Notes,
@@ -20,7 +21,7 @@ from ckpt_core.rehearsal.notes import (
     script_variables,
     states_of,
 )
-from ckpt_core.rehearsal.plan import POINTS, VARIABLE, Plan
+from ckpt_core.rehearsal.plan import POINTS, Plan
 from ckpt_core.rehearsal.result import Result, Resumed
 from ckpt_core.rehearsal.running import CannotRehearseError, rehearse
 

@@ -8,7 +8,6 @@ import os
 
 from ckpt_core.options import REHEARSAL_VARIABLE
 
-VARIABLE = REHEARSAL_VARIABLE
 #: Where a rehearsal saves, unless steps are given.
 POINTS = ("middle", "epoch-end", "accumulation", "validation")
 
@@ -35,12 +34,12 @@ class Plan:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that pass the plan to a process."""
-        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+        return {REHEARSAL_VARIABLE: json.dumps(dataclasses.asdict(self))}
 
     @classmethod
     def of_environment(cls) -> Plan | None:
         """Return the plan of this process; None if it is not part of a rehearsal."""
-        text = os.environ.get(VARIABLE)
+        text = os.environ.get(REHEARSAL_VARIABLE)
         if not text:
             return None
         told = json.loads(text)

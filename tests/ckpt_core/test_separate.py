@@ -10,7 +10,8 @@ import torch
 
 from ckpt_core import DirectoryCheckpointer, Kind, Part, StorageError
 from ckpt_core._pipeline import directory_commit
-from ckpt_core.separate import LocalTensor, SeparateSaves, local_tensor
+from ckpt_core.geometry import Box
+from ckpt_core.separate import LocalTensor, Piece, SeparateSaves, local_tensor
 
 
 def whole(key: str, tensor: torch.Tensor) -> LocalTensor:
@@ -42,3 +43,21 @@ def test_a_file_of_another_process_is_waited_for_and_its_loss_noticed(
     with DirectoryCheckpointer().load(path) as checkpoint:
         checkpoint.verify()
         assert [checkpoint.load("mine", rank=rank)["rank"] for rank in range(2)] == [0, 1]
+
+
+def test_a_piece_may_lie_in_memory_in_another_order_than_its_tensor(tmp_path: Path) -> None:
+    values = torch.arange(24.0).reshape(6, 4)
+    saves, path, reports = SeparateSaves(tmp_path), str(tmp_path / "a"), []
+    saves.begin(path, "save-1")
+    for rank in range(2):
+        box = Box((3 * rank, 0), (3, 4))
+
+        def local(_: str, piece: torch.Tensor, box: Box = box, rank: int = rank) -> LocalTensor:
+            return LocalTensor(piece.dtype, (6, 4), (Piece(box, piece),), (rank,))
+
+        state = {"weight": values[3 * rank : 3 * rank + 3].t().contiguous().t()}
+        parts = [Part("model", state, Kind.SHARDED)]
+        reports.append(saves.write(parts, path, "save-1", rank=rank, world_size=2, suffix="", local=local))
+    saves.commit(reports, path, "save-1", metadata={})
+    with DirectoryCheckpointer().load(path) as checkpoint:
+        assert torch.equal(checkpoint.load("model")["weight"], values)

@@ -22,7 +22,7 @@ from ckpt_core._layouts.directory.matching import (
     match,
     unique_targets,
 )
-from ckpt_core._layouts.directory.skeleton import Form, decode_plain
+from ckpt_core._layouts.directory.skeleton import USUAL, decode_plain
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._plan import LocalTensor
 from ckpt_core.buffers import buffers_for
@@ -32,7 +32,6 @@ from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, Storage
 
 Opened = TypeVar("Opened", bound="DirectoryReader")
-_USUAL = Form()
 Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
 
 
@@ -203,7 +202,7 @@ class DirectoryReader:
         boxes += [(index, Box.whole(infos[index].shape)) for index in new]
         chunks = self._chunks_of(contents, boxes)
         arrays = {reference.index for reference in contents.references if reference.is_array}
-        forms = {index: contents.record.forms.get(index, _USUAL) for index in new}
+        forms = {index: contents.record.forms.get(index, USUAL) for index in new}
         made = {
             index: _made(infos[index], None if index in arrays else map_location, form.strides)
             for index, form in forms.items()

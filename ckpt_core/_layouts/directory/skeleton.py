@@ -66,14 +66,14 @@ class Form(NamedTuple):
         """Return that of a tensor; of a kind that is not plain, or has a history, nothing is known."""
         kind = type(tensor)
         if kind not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-            return _USUAL
+            return USUAL
         shape, strides = tensor.shape, None
         if not tensor.is_contiguous() or 1 in shape:  # to torch, the stride of one element is of no matter
             strides = tensor.stride()
             if strides == strides_of(shape) or not fills_memory(shape, strides):
                 strides = None
         if strides is None and kind is torch.Tensor and not tensor.requires_grad:
-            return _USUAL  # there may be many thousands
+            return USUAL  # there may be many thousands
         return cls(strides, kind is torch.nn.Parameter, tensor.requires_grad and tensor.is_leaf)
 
     def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,13 +191,13 @@ class _Encoder:
     def _reference(self, tensor: torch.Tensor, name: str) -> str:
         identity = identity_of(tensor)
         index = self._indices.get(identity)
-        form = _USUAL if self._forms is None else Form.of(tensor)
+        form = USUAL if self._forms is None else Form.of(tensor)
         if index is None:
             index = self._indices[identity] = len(self.tensors)
             self.tensors[self._unique(name)] = tensor
-        elif self._forms is not None and self._forms.get(index, _USUAL) != form:
+        elif self._forms is not None and self._forms.get(index, USUAL) != form:
             form = Form(form.strides)  # a parameter, and the same detached: they become one
-        if self._forms is not None and form is not _USUAL:
+        if self._forms is not None and form is not USUAL:
             self._forms[index] = form
         return f"${index}"
 
@@ -597,7 +597,8 @@ def _numpy_type(text: Any) -> np.dtype[Any]:
 # ---- tied tensors ----------------------------------------------------------------------------------------------------
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_USUAL = Form()
+#: That of most tensors.
+USUAL = Form()
 
 
 def identity_of(tensor: torch.Tensor) -> Hashable:
