@@ -200,9 +200,10 @@ class Look:
                 yield from self._walk(f"{path}.{name}", child, type(value) if is_owner else owner, depth - 1)
 
     def _of_module(self, path: str, value: torch.nn.Module, owner: Any) -> Iterator[tuple[str, str, Any, Any]]:
-        parameters = list(value.parameters())
-        if any(id(one) in self._parameters for one in parameters):
-            return  # it is a part of what is saved, or holds it
+        every = list(value.parameters())
+        parameters = [one for one in every if id(one) not in self._parameters]  # an average may hold the model, too
+        if every and not parameters:
+            return  # it is a part of what is saved, or holds it and nothing else
         if isinstance(state := getattr(value, "metric_state", None), dict):
             yield path, PLACE, {**state, "": getattr(value, "_update_count", None)}, owner
         elif parameters and self._shapes <= {one.shape for one in parameters}:

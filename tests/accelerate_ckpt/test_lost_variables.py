@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
@@ -38,6 +39,19 @@ class Average:
     def update(self, model: torch.nn.Module) -> None:
         for mine, parameter in zip(self.shadow, model.parameters(), strict=True):
             mine.lerp_(parameter.detach(), 0.1)
+
+
+class AverageBesideTheModel(torch.nn.Module):
+    """Of the weights, as that of ema-pytorch, which also has the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.online, self.average = model, copy.deepcopy(model)
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for mine, parameter in zip(self.average.parameters(), self.online.parameters(), strict=True):
+                mine.lerp_(parameter, 0.1)
 
 
 class Patience:
@@ -125,6 +139,26 @@ def keeps_an_average(of: Training) -> None:
             of.step(batch)
             average.update(of.model)
             of.save("middle")
+
+
+def keeps_an_average_beside_the_model(of: Training) -> None:
+    average = AverageBesideTheModel(of.model)
+    of.resume()
+    for _ in range(2):
+        for batch in of.loader:
+            of.step(batch)
+            average.update()
+            of.save("middle")
+
+
+def has_modules_around_the_model(of: Training) -> None:
+    around, teacher = torch.nn.ModuleList([of.model]), AverageBesideTheModel(of.model)
+    of.resume()
+    for batch in of.loader:
+        of.step(batch)
+        of.save("middle")
+    around.eval()
+    teacher.update()
 
 
 def keeps_an_average_that_the_resume_makes_of_other_weights(of: Training) -> None:
@@ -623,6 +657,7 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         (keeps_a_best, "end", ["best"]),
         (keeps_a_factor, "middle", ["factor"]),
         (keeps_an_average, "middle", ["average.shadow"]),
+        (keeps_an_average_beside_the_model, "middle", ["average"]),
         (keeps_an_average_that_the_resume_makes_of_other_weights, "middle", ["average.shadow"]),
         (has_an_optimizer_of_its_own, "middle", ["of.other"]),
         (has_an_object_that_is_updated_at_ends, "end", ["patience.best"]),
@@ -657,6 +692,7 @@ def test_lost_variables_are_named_at_the_resume(
     ("train", "source"),
     [
         (keeps_a_factor, "first"),
+        (has_modules_around_the_model, "middle"),
         (restores_its_own, "middle"),
         (restores_its_own, "end"),
         (sets_all_anew, "end"),
