@@ -45,6 +45,10 @@ _AHEAD = (
     "the script takes batches ahead of its training, and those that it had taken and not used when it saved are left "
     "out (let the DataLoader read ahead, with num_workers and prefetch_factor)"
 )
+_LATER = (
+    "skip_first_batches leaves out batches of an epoch that had not begun at the save (its number has "
+    "to count batches: the last window of gradient accumulation in an epoch may have fewer than the others)"
+)
 _INTERRUPTED = (
     "it was saved after an exception had ended the loop over a loader, and the script begins with that loader's first "
     "batch again (leave out what was used by accelerator.skip_first_batches, or save inside the loop)"
@@ -610,7 +614,8 @@ class LoaderPosition:
             if self._is_over(batches):
                 self._opening = None
                 return _SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
-            return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, self._begin_later)
+            begin = self._begin_later_than_saved if self._follows_an_end else self._begin_later
+            return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, begin)
         steps = int(waiting["steps"])
         # of a stream without a length nobody knows the epochs: the Trainer counts from the beginning of the training
         counts_all = batches > steps and int(waiting["iteration"]) > 0 and not self._has_length()
@@ -634,12 +639,22 @@ class LoaderPosition:
         self._leave_out = batches
         return True
 
-    def _is_over(self, batches: int) -> bool:
-        """Whether the script skips what it had of an epoch that was finished; some leave the last batch out of it."""
+    def _begin_later_than_saved(self, batches: int) -> bool:
+        self._run.reads_otherwise(_LATER)
+        return self._begin_later(batches)
+
+    @property
+    def _follows_an_end(self) -> bool:
+        """Whether a loaded checkpoint was saved at the end of an epoch, and the script has not begun another since."""
         opening = self._opening
         if opening is None or opening.then is not Next.END or opening.iteration:
             return False
-        return self._fits(opening.state) and batches >= max(1, opening.steps - 1)
+        return self._fits(opening.state)
+
+    def _is_over(self, batches: int) -> bool:
+        """Whether the script skips what it had of an epoch that was finished; some leave the last batch out of it."""
+        opening = self._opening
+        return opening is not None and self._follows_an_end and batches >= max(1, opening.steps - 1)
 
     def _begin_after_an_empty_one(self) -> Callable[[int], bool]:
         iterations = itertools.count()

@@ -378,6 +378,22 @@ def test_another_number_to_skip_is_said(caplog: pytest.LogCaptureFixture) -> Non
     assert "asked to skip 4 batches, but the checkpoint was saved after 2" in caplog.text
 
 
+@pytest.mark.parametrize(("number", "said"), [(0, False), (1, True), (2, True), (STEPS - 1, False), (STEPS, False)])
+def test_a_number_to_skip_after_the_end_of_an_epoch_is_said(number: int, said: bool) -> None:
+    first, run = Run(), Run(2)
+    for _ in first.loader:
+        first.positions.uses.note()
+        state = first.capture()
+    run.restore(state)
+    skipped = run.accelerator.skip_first_batches(run.loader, number)
+    assert run.warned == []
+    for _ in skipped:
+        run.positions.uses.note()
+    assert ["an epoch that had not begun" in text for text in run.warned] == [True] * said
+    run.epoch(loader=run.accelerator.skip_first_batches(run.loader, 2))
+    assert len(run.warned) == said
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
