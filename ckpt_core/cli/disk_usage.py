@@ -21,7 +21,8 @@ def add_commands(commands: Commands) -> None:
         "du",
         _du,
         help="show what checkpoints take on the disk; what several share by links counts once",
-        epilog="Columns: size of its files, what deleting it alone would free, path.",
+        epilog="Columns: size of its files, what deleting it alone would free, path.\n"
+        "Other programs' checkpoints are counted if named themselves or, with -R, if in a directory below.",
         example="-R runs",
         codes="0 success, 1 a path, or a directory below it, is not there or cannot be read, 2 usage.",
     )
