@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -194,6 +194,8 @@ class LoaderTracker:
         self._collate: RecordingCollate | None = None
         self._worker_batches: list[int] = [0] * self.workers
         self._throwaway_base = 0
+        # of the pass before a restart: when it began, its number, and what its workers had made before
+        self._last_pass: tuple[int, int, list[int]] | None = None
         self._marks = 0  # of this pass
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
@@ -294,9 +296,15 @@ class LoaderTracker:
             self._collate.resume, self._collate.throwaway = [], 0
         self._reset("restart_on_stop_iteration")
 
+    def has_restarted(self, before: LoaderMark) -> bool:
+        """Whether another pass has begun in workers that outlive one, whose iterator is the same object then."""
+        return self.alive and self._pass() is not before.sampler_pass
+
     def restarted(self, fetch: int, before: LoaderMark) -> None:
         """Tell that the loader was exhausted and began again while batch ``fetch`` of the epoch was fetched."""
+        self._last_pass = (self.started, self.passes, self._made_by_workers(0))
         self.started = fetch
+        self.passes += 1
         if self.method == "skip" and self.workers:
             after = self._made_by_workers(_drawn(before.sampler_pass))
             self._worker_batches = after if self.persistent else [0] * self.workers
@@ -317,10 +325,11 @@ class LoaderTracker:
     def _pass(self) -> SamplerPass | None:
         return self.sampler.current if self.sampler is not None else None
 
-    def _made_by_workers(self, batches: int) -> list[int]:
+    def _made_by_workers(self, batches: int, begun: Sequence[int] | None = None) -> list[int]:
         """How many batches each worker has made after so many of this pass, which are dealt round robin."""
         shares = ((batches - worker + self.workers - 1) // self.workers for worker in range(self.workers))
-        return [made + share - self._throwaway_base for made, share in zip(self._worker_batches, shares, strict=True)]
+        begun = [made - self._throwaway_base for made in self._worker_batches] if begun is None else begun
+        return [made + share for made, share in zip(begun, shares, strict=True)]
 
     @property
     def reads_on(self) -> bool:
@@ -350,7 +359,8 @@ class LoaderTracker:
         """
         position = fetches - mark.started
         state = {**self._common(), "position": position, "method": self.method, "started": mark.started}
-        state["passes"] = self.passes
+        earlier = self._last_pass if mark.started != self.started else None  # a fetch ahead has begun another pass
+        state["passes"] = self.passes if earlier is None else earlier[1]
         if self.workers == 0:
             state["dataset_generators"] = state["carried"]["generators"] = dict(mark.generators)
         state["carried"]["begun"] = self._begun_carried
@@ -367,7 +377,8 @@ class LoaderTracker:
         if position and self._reads_on(mark.sampler_pass):
             return {**state, "problem": READS_ON}
         state["carried"]["left_out"] += self._moved(between=False)
-        return {**state, **self._states_of_workers(position)} if self.workers else state
+        begun = None if earlier is None else earlier[2]
+        return {**state, **self._states_of_workers(position, begun)} if self.workers else state
 
     def capture_between_passes(self) -> dict[str, Any]:
         """Capture the state from which the loader begins its next pass."""
@@ -387,14 +398,15 @@ class LoaderTracker:
             return [*self.carried.moved(new=not between)]
         return [path for path, one in self.carried.moved(others=False).items() if _may_be_left_early(one)]
 
-    def _states_of_workers(self, batches: int) -> dict[str, Any]:
-        """Return their generators after so many batches of this pass, where they are known."""
+    def _states_of_workers(self, batches: int, begun: Sequence[int] | None = None) -> dict[str, Any]:
+        """Return their generators after so many batches of this pass, or of that which ``begun`` then, if known."""
         if self.method != "skip":
             return {}
         if self._collate is None:
             return {"problem": _STARTED_BEFORE} if self.alive else {}
         self._problem = None
-        states = [self._worker_state(worker, made) for worker, made in enumerate(self._made_by_workers(batches))]
+        all_made = self._made_by_workers(batches, begun)
+        states = [self._worker_state(worker, made) for worker, made in enumerate(all_made)]
         return {"workers": states, "problem": self._problem}
 
     def _worker_state(self, worker: int, batches: int) -> Any:

@@ -336,8 +336,9 @@ class TrainingData:
         if self.taken is not None:
             self.taken += 1
         for number, iterator in enumerate(self._internals.iterators(self._combined)):
-            if iterator is not before[number]:
-                self._trackers[number].restarted(moment.index, moment.marks[number])
+            tracker, mark = self._trackers[number], moment.marks[number]
+            if iterator is not before[number] or tracker.has_restarted(mark):
+                tracker.restarted(moment.index, mark)
         if self.after_fetch is not None:
             # without its number and that of the loader
             self.after_fetch(moment.index, None if self._is_read_in_a_thread else moment.rng, batch[0])

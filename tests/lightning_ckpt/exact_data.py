@@ -113,6 +113,14 @@ def make_loader(kind: str, workers: int = 0, rank: int = 0, world: int = 1) -> A
             "a": DataLoader(samples, shuffle=True, **kw),
             "b": DataLoader(Samples(12), shuffle=True, **kw),
         },
+        "persistent_dict": lambda: {
+            "a": DataLoader(samples, shuffle=True, persistent_workers=True, **kw),
+            "b": DataLoader(Samples(12), shuffle=True, persistent_workers=True, **kw),
+        },
+        "persistent_beside_stream": lambda: [
+            DataLoader(Samples(12), shuffle=True, persistent_workers=True, **kw),
+            DataLoader(QuietStream(), batch_size=BATCH),
+        ],
         "min_size": lambda: CombinedLoader(
             [DataLoader(samples, shuffle=True, **kw), DataLoader(Samples(20), shuffle=True, **kw)], "min_size"
         ),

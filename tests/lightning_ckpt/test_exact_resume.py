@@ -153,6 +153,8 @@ LOADERS = [
     loader("own_stateful_loader", 0, "on_train_epoch_end", 1),
     *(loader("dict", workers) for workers in (0, 2)),
     loader("dict", 0, count=2 * BATCHES - 2),
+    *(loader("persistent_dict", 2, count=count) for count in (5, LAST, MID)),
+    *(loader("persistent_beside_stream", 2, count=count) for count in (3, 4)),  # read one batch ahead
     loader("min_size", 0, count=4),
     loader("max_size", 0, count=BATCHES + 5),
 ]
@@ -188,6 +190,9 @@ LOADERS = [
     "own_stateful_loader-0-batch_end-1",
     "own_stateful_loader-0-batch_end-8",
     "dict-0-batch_end-14",
+    "persistent_dict-2-batch_end-8",
+    "persistent_dict-2-batch_end-11",
+    "persistent_beside_stream-2-batch_end-4",
 )
 @pytest.mark.parametrize("case", LOADERS)
 def test_loaders(case: Case, tmp_path: Path) -> None:
