@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -27,13 +28,17 @@ class TornSnapshotGuard:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._versions = [tensor._version for tensor in self._tensors]
+        try:
+            self._tensors, self._versions = list(tensors), [tensor._version for tensor in tensors]
+        except RuntimeError:  # those of inference mode have none
+            self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            self._versions = [tensor._version for tensor in self._tensors]
 
     def check(self, *, path: str) -> None:
         """Raise a ``SnapshotTornError`` if a tensor has changed since this guard was made."""
-        changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True))
-        if changed:
+        versions = [tensor._version for tensor in self._tensors]
+        if versions != self._versions:
+            changed = sum(map(operator.ne, versions, self._versions))
             raise SnapshotTornError(
                 f"{changed} of {len(self._tensors)} tensors changed while they were being copied; nothing was saved",
                 path=path,
@@ -144,7 +149,8 @@ class Snapshot:
 
         The calling thread does ``meanwhile`` while the state is being copied. The other thread begins to write when
         that has ended, or with :meth:`seal` if the copy overlaps: sooner, the two would take the GIL from each other,
-        and training wait for it.
+        and training wait for it. It begins when host memory is copied: to allocate a file, some file systems fill it
+        with zeros (tmpfs), and take memory's bandwidth from the copy.
         """
 
         def then_write() -> None:
@@ -155,6 +161,10 @@ class Snapshot:
         if self._passing is not None:
             then_write()
             self._passing.copy()
+        elif isinstance(self._copy, HostCopy):
+            self._copy.hand_over(meanwhile)
+            if not self._overlaps:
+                self.begin_writing()
         elif self._copy is not None:
             self._copy.hand_over(then_write)
         else:

@@ -40,7 +40,7 @@ _PLAIN_DTYPES = frozenset(
         *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 )
-_COMPLEX_DTYPES = frozenset(dtype for dtype in _PLAIN_DTYPES if dtype.is_complex)
+_ITEM_SIZES = {dtype: dtype.itemsize for dtype in _PLAIN_DTYPES}  # bytes; torch takes longer to say so
 # Named tensors, which torch refuses to save, have gone from newer ones.
 _has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_names", None)
 
@@ -66,32 +66,60 @@ class StorageTable:
         self.numbers: dict[int, int] = {}  # theirs, by identity
         self._kept: list[torch.Tensor] = []  # so that no other tensor gets the identity of one of these
         self._index: dict[Any, int] = {}
+        # Most tensors are described like others: to make memory for each takes longer than to describe it.
+        self._descriptions: dict[_Described, _Described] = {}
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
         """Return the index of ``storage``, adding it if it is new."""
-        nbytes = storage.nbytes()
+        return self._add(storage, storage.nbytes(), dtype, dtype.itemsize)
+
+    def _add(self, storage: torch.UntypedStorage, nbytes: int, dtype: torch.dtype, item_size: int) -> int:
         identity = storage._cdata if nbytes else (storage._cdata, dtype)
         index = self._index.get(identity)
         if index is None:
             index = self._index[identity] = len(self.storages)
             self.storages.append(storage)
-            self.sizes.append(nbytes - nbytes % dtype.itemsize)
+            self.sizes.append(nbytes - nbytes % item_size)
         return index
 
-    def add_plain(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> int:
-        """Return the number of a plain tensor, which is new."""
-        dtype = tensor.dtype
+    def add_plain(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor, adding it if it is new; None if more belongs to it than is described.
+
+        One function, which asks torch for each thing once: of thousands of tensors, asking takes as long as a tenth of
+        copying them.
+        """
+        number = self.numbers.get(id(tensor))
+        if number is not None:
+            return number
+        dtype, is_cpu = tensor.dtype, tensor.is_cpu
+        item_size = _ITEM_SIZES.get(dtype)
+        if (
+            item_size is None
+            or tensor.layout is not torch.strided
+            or not (is_cpu or tensor.device.type == "cuda")
+            or tensor.is_nested
+            or tensor.is_neg()
+            or (dtype.is_complex and tensor.is_conj())
+            or tensor._is_zerotensor()  # which has no memory: torch refuses it
+            or tensor._backward_hooks is not None
+            or tensor.__dict__
+            or (_has_names is not None and _has_names(tensor))
+        ):
+            return None
+        storage = storage_of(tensor)
+        nbytes = storage.nbytes()
         described = (
             dtype,
             tensor.shape,
             tensor.stride(),
             tensor.storage_offset(),
             tensor.requires_grad,
-            "cpu" if tensor.is_cpu else location_tag(storage),
-            storage.nbytes() // dtype.itemsize,
+            "cpu" if is_cpu else location_tag(storage),
+            nbytes // item_size,
         )
+        described = self._descriptions.setdefault(described, described)
         number = self.numbers[id(tensor)] = len(self.plain)
-        self.plain.append((self.add(storage, dtype), described))
+        self.plain.append((self._add(storage, nbytes, dtype, item_size), described))
         self._kept.append(tensor)
         return number
 
@@ -184,16 +212,14 @@ class _StoragePickler(pickle.Pickler):
         if kind in PLAIN_TYPES:
             return None
         if kind is torch.Tensor:
-            number = self._table.numbers.get(id(obj))
+            number = self._table.add_plain(obj)
             if number is None:
-                if not _is_plain(obj):
-                    if obj.is_nested and not obj.size(0):
-                        raise SerializationError(
-                            "a nested tensor of no tensors cannot be saved: torch could not load it",
-                            remedy="save an empty list",
-                        )
-                    return None
-                number = self._table.add_plain(obj, obj.untyped_storage())
+                if obj.is_nested and not obj.size(0):
+                    raise SerializationError(
+                        "a nested tensor of no tensors cannot be saved: torch could not load it",
+                        remedy="save an empty list",
+                    )
+                return None
             index, described = self._table.plain[number]
             self._refer(index, described[0])
             return self._first_number + number
@@ -318,23 +344,6 @@ def _integers(values: Sequence[int]) -> bytes:
     return pickle.MARK + b"".join(map(_integer, values)) + pickle.TUPLE
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether nothing but its dtype, place, size and strides belongs to a ``torch.Tensor``."""
-    dtype = tensor.dtype
-    return (
-        dtype in _PLAIN_DTYPES
-        and tensor.layout is torch.strided
-        and (tensor.is_cpu or tensor.device.type == "cuda")
-        and not tensor.is_nested
-        and not tensor.is_neg()
-        and not (dtype in _COMPLEX_DTYPES and tensor.is_conj())
-        and not tensor._is_zerotensor()  # which has no memory: torch refuses it
-        and tensor._backward_hooks is None
-        and not tensor.__dict__
-        and not (_has_names is not None and _has_names(tensor))
-    )
-
-
 @functools.cache
 def _storage_type(dtype: torch.dtype) -> Any:
     return getattr(torch, torch.storage.TypedStorage(0, dtype=dtype, _internal=True)._pickle_storage_type())
@@ -358,17 +367,13 @@ def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
     """Add the storages of all dense tensors of ``state`` to ``table`` and return those tensors."""
     dense = []
     for tensor in tensor_values(state):
-        is_plain = type(tensor) is torch.Tensor and _is_plain(tensor)
-        if not is_plain and not is_dense(tensor):
-            continue
-        dense.append(tensor)
         try:
-            storage = storage_of(tensor, key="")
-        except SerializationError:
-            key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
-            storage = storage_of(tensor, key=key)  # which says it again, with the key
-        if not is_plain:
-            table.add(storage, _stored_as(tensor.dtype))
-        elif id(tensor) not in table.numbers:
-            table.add_plain(tensor, storage)
+            if type(tensor) is not torch.Tensor or table.add_plain(tensor) is None:
+                if not is_dense(tensor):
+                    continue
+                table.add(storage_of(tensor), _stored_as(tensor.dtype))
+        except SerializationError as error:
+            error.key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
+            raise
+        dense.append(tensor)
     return dense

@@ -14,8 +14,13 @@ import torch
 from ckpt_core import Checkpointer
 from ckpt_core._layouts.directory.safetensors_file import byte_pieces
 from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core._layouts.torch_file.archive import StateLayout
+from ckpt_core._pipeline import host_copy
+from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
+from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core.buffers import move_of
+from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 
 MIB = 2**20
@@ -74,6 +79,23 @@ def test_a_copy_that_is_given_up_is_not_waited_for() -> None:
     assert not copy.wait()
     with pytest.raises(ImageAbandonedError):
         copy.wait_until(4)
+
+
+def test_no_file_is_begun_before_the_state_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = Snapshot("a.ckpt", BufferPool(1))
+    snapshot.take(StateLayout([torch.randn(20_000) for _ in range(100)]))
+    has_begun = []
+
+    def copy(*arguments: Any, **options: Any) -> None:  # after the pickle, which many small tensors are copied after
+        has_begun.append(snapshot._taken.is_set())
+        run_parallel(*arguments, **options)
+
+    monkeypatch.setattr(host_copy, "run_parallel", copy)
+    snapshot.finish()
+    assert has_begun == [False]
+    snapshot.wait_begun()
+    snapshot.seal()
+    snapshot.release()
 
 
 def test_nothing_is_written_while_the_state_is_copied(tmp_path: Path) -> None:
