@@ -300,6 +300,13 @@ class ExactState(Live):
         # who resumes after the last batch of an epoch counts from the next one on
         return None if is_cut_short(self._trainer) else self._taken_in_epoch()
 
+    def _cut_after(self, progress: Mapping[str, Any]) -> int | None:
+        """Return the batches of an epoch that is over, if the training ended before its last one."""
+        batches = int(progress["current"]["ready"])
+        # nobody knows the last batch of a stream when `limit_train_batches` ends it
+        is_whole = progress["is_last_batch"] or batches >= self._data.batches
+        return batches or None if is_cut_short(self._trainer) and not (is_whole or self._is_inside) else None
+
     def _look_again(self) -> None:
         # hooks may have made other ones
         module = self._trainer.lightning_module
@@ -646,6 +653,7 @@ class ExactState(Live):
                 "limits": self._limits.capture(),
                 "groups": self._groups.capture(),
                 "epoch_lengths": self._lengths.capture(None if in_epoch else self._whole_epoch()),
+                "cut_after": None if in_epoch or ends else self._cut_after(progress["batch"]),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
             },
@@ -828,6 +836,12 @@ class ExactState(Live):
         self._loaded = None
         if not resharded and "epoch_lengths" in shared:
             self._lengths.resume(shared["epoch_lengths"])
+        if shared.get("cut_after") is not None:
+            causes.append(
+                f"the run that saved had ended an epoch after {shared['cut_after']} batches and before its last "
+                "(max_steps, max_time or another stop), and this one begins with the next epoch "
+                "(a checkpoint saved after a batch, by every_n_train_steps or interval, continues in it)"
+            )
         setting = self._accumulation.resume(shared["progress"], in_epoch=in_epoch)
         causes += [setting] if setting is not None else []
         if shared.get("goes_back_to", "") != "" and shared["goes_back_to"] != self._goes_back_to:

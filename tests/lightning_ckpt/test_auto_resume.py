@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import types
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from ckpt_core.resume import ResumePoint
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume
 from tests.conftest import LIGHTNING, ScriptRunner
-from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
+from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, Callback, model_of, names, trainer_of
 from tests.support.damage import flip_bit
 
 pytestmark = [
@@ -281,6 +283,65 @@ def test_the_newest_of_several_callbacks_is_taken(tmp_path: Path) -> None:
     trainer = trainer_with(BATCHES)
     assert trainer.model.batches == BATCHES - 4
     assert [callback.resumed.step for callback in trainer.checkpoint_callbacks] == [4, 4]
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.zeros(100, 1))
+
+
+class Stops(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.step  # as max_time and EarlyStopping do
+
+
+EACH_EPOCH = {"every_n_epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "trainer", "stops", "said"),
+    [
+        (4, EACH_EPOCH, {}, False, True),
+        (4, EACH_EPOCH, {}, True, True),
+        (BATCHES, EACH_EPOCH, {}, False, False),
+        (BATCHES, EACH_EPOCH, {}, True, False),
+        (4, EACH_EPOCH, {"limit_train_batches": 4}, False, False),
+        (4, {"every_n_train_steps": 2, "save_last": True}, {}, False, False),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_epoch_that_max_steps_or_a_stop_has_cut_is_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    steps: int,
+    options: dict[str, Any],
+    trainer: dict[str, Any],
+    stops: bool,
+    said: bool,
+    stream: bool,
+) -> None:
+    length = trainer.get("limit_train_batches", BATCHES)
+    trainer = {"limit_train_batches": length, **trainer} if stream else trainer
+
+    def fit(limit: int, *callbacks: Any) -> Any:
+        resumable = ResumableCheckpoint(tmp_path / "saved", resume="auto", **options)
+        found = trainer_of(tmp_path, [resumable, *callbacks], max_epochs=2, max_steps=limit, **trainer)
+        data = {"train_dataloaders": torch.utils.data.DataLoader(Stream(), batch_size=1)} if stream else {}
+        found.fit(model_of(), **data)
+        return found
+
+    caplog.set_level(logging.INFO)
+    fit(*((-1, Stops(steps)) if stops else (steps,)))
+    fit(steps)  # has nothing to train
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = fit(-1)
+    told = [str(each.message) for each in caught if "had ended an epoch" in str(each.message)]
+    assert [f"after {steps} batches" in text for text in told] == [True] * said, told
+    assert resumed.model.batches == (length if said else 2 * length - steps)
 
 
 def test_last_without_a_directory_is_told_where_the_checkpoints_are(
