@@ -172,17 +172,18 @@ def move_of(target: torch.Tensor, source: torch.Tensor) -> Move:
 
 def storage_of(tensor: torch.Tensor, *, key: str | None = None) -> torch.UntypedStorage:
     """Return the memory of a dense tensor; refuse one that has none, or less than its elements need."""
+    what = "a tensor" if key is None else f"the tensor at {key}"
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError as error:
         raise SerializationError(
-            f"a tensor has no memory: {error}",
+            f"{what} has no memory: {error}",
             key=key,
             remedy="save outside of torch.func's transforms, such as grad and vmap",
         ) from error
     if storage.nbytes() < tensor.nbytes and storage.nbytes() < _bytes_needed(tensor):
         raise SerializationError(
-            f"a tensor has a memory of {storage.nbytes()} bytes, which was freed or is too small for its shape "
+            f"{what} has a memory of {storage.nbytes()} bytes, which was freed or is too small for its shape "
             f"{list(tensor.shape)}",
             key=key,
             remedy="gather or materialize it before it is saved (FSDP frees parameters between steps)",

@@ -372,8 +372,9 @@ def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
                 if not is_dense(tensor):
                     continue
                 table.add(storage_of(tensor), _stored_as(tensor.dtype))
-        except SerializationError as error:
-            error.key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
+        except SerializationError:
+            key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
+            storage_of(tensor, key=key)  # which says it again, with the key
             raise
         dense.append(tensor)
     return dense

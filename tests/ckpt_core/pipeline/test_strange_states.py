@@ -71,6 +71,19 @@ def test_a_tensor_without_its_memory_is_refused_by_key(
     assert list(tmp_path.glob("[!.]*")) == []
 
 
+def test_an_object_with_a_tensor_without_its_memory_is_refused_by_key(save: Save, tmp_path: Path) -> None:
+    with pytest.raises(SerializationError, match="was freed or is too small") as caught:
+        save({"whole": torch.ones(2), "options": argparse.Namespace(inside=freed())})
+    assert str(caught.value.key).endswith("options")
+    assert list(tmp_path.glob("[!.]*")) == []
+
+
+@pytest.mark.parametrize("key", ["a", "tensor"])
+def test_a_key_that_is_a_word_of_the_message_is_named(key: str, save: Save) -> None:
+    with pytest.raises(SerializationError, match=rf"the tensor at (part\.)?{key} has a memory of 0 bytes"):
+        save({key: freed()})
+
+
 def test_lists_of_the_same_lists_beside_an_object_are_saved_in_one_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
