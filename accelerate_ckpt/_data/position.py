@@ -614,8 +614,7 @@ class LoaderPosition:
             if self._is_over(batches):
                 self._opening = None
                 return _SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
-            begin = self._begin_later_than_saved if self._follows_an_end else self._begin_later
-            return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, begin)
+            return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, self._begin_later)
         steps = int(waiting["steps"])
         # of a stream without a length nobody knows the epochs: the Trainer counts from the beginning of the training
         counts_all = batches > steps and int(waiting["iteration"]) > 0 and not self._has_length()
@@ -636,12 +635,10 @@ class LoaderPosition:
             return False
 
     def _begin_later(self, batches: int) -> bool:
+        if self._follows_an_end:
+            self._run.reads_otherwise(_LATER)
         self._leave_out = batches
         return True
-
-    def _begin_later_than_saved(self, batches: int) -> bool:
-        self._run.reads_otherwise(_LATER)
-        return self._begin_later(batches)
 
     @property
     def _follows_an_end(self) -> bool:

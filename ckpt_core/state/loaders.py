@@ -194,8 +194,8 @@ class LoaderTracker:
         self._collate: RecordingCollate | None = None
         self._worker_batches: list[int] = [0] * self.workers
         self._throwaway_base = 0
-        # of the pass before a restart: when it began, its number, and what its workers had made before
-        self._last_pass: tuple[int, int, list[int]] | None = None
+        # of those that a restart has ended: when one began, its number, and what its workers had made before
+        self._last_passes: collections.deque[tuple[int, int, list[int]]] = collections.deque(maxlen=4)
         self._marks = 0  # of this pass
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
@@ -296,13 +296,16 @@ class LoaderTracker:
             self._collate.resume, self._collate.throwaway = [], 0
         self._reset("restart_on_stop_iteration")
 
-    def has_restarted(self, before: LoaderMark) -> bool:
-        """Whether another pass has begun in workers that outlive one, whose iterator is the same object then."""
-        return self.alive and self._pass() is not before.sampler_pass
+    def has_restarted(self, before: LoaderMark, iterator: Any) -> bool:
+        """Whether ``iterator`` has begun another pass in workers that outlive one: torch gives the same object then.
+
+        One of the user's (a generator in ``__iter__``) begins its only pass when its first batch is fetched.
+        """
+        return self.alive and iterator is self.loader._iterator and self._pass() is not before.sampler_pass
 
     def restarted(self, fetch: int, before: LoaderMark) -> None:
         """Tell that the loader was exhausted and began again while batch ``fetch`` of the epoch was fetched."""
-        self._last_pass = (self.started, self.passes, self._made_by_workers(0))
+        self._last_passes.append((self.started, self.passes, self._made_by_workers(0)))
         self.started = fetch
         self.passes += 1
         if self.method == "skip" and self.workers:
@@ -359,7 +362,8 @@ class LoaderTracker:
         """
         position = fetches - mark.started
         state = {**self._common(), "position": position, "method": self.method, "started": mark.started}
-        earlier = self._last_pass if mark.started != self.started else None  # a fetch ahead has begun another pass
+        began = [one for one in self._last_passes if one[0] == mark.started != self.started]
+        earlier = began[-1] if began else None  # a fetch ahead has begun another pass
         state["passes"] = self.passes if earlier is None else earlier[1]
         if self.workers == 0:
             state["dataset_generators"] = state["carried"]["generators"] = dict(mark.generators)

@@ -337,7 +337,7 @@ class TrainingData:
             self.taken += 1
         for number, iterator in enumerate(self._internals.iterators(self._combined)):
             tracker, mark = self._trackers[number], moment.marks[number]
-            if iterator is not before[number] or tracker.has_restarted(mark):
+            if iterator is not before[number] or tracker.has_restarted(mark, iterator):
                 tracker.restarted(moment.index, mark)
         if self.after_fetch is not None:
             # without its number and that of the loader

@@ -394,6 +394,16 @@ def test_a_number_to_skip_after_the_end_of_an_epoch_is_said(number: int, said: b
     assert len(run.warned) == said
 
 
+def test_a_number_to_skip_after_a_whole_epoch_is_the_scripts() -> None:
+    first, run = Run(), Run(2)
+    first.epoch()
+    run.restore(first.capture())
+    later = run.accelerator.skip_first_batches(run.loader, 2)
+    run.epoch()
+    assert len(run.epoch(loader=later)) == STEPS - 2
+    assert run.warned == []
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)

@@ -31,6 +31,13 @@ from tests.support.data_sets import (
 BATCH = 4
 
 
+class GeneratorLoader(DataLoader[Any]):
+    """Its iterator is not torch's."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
 class QuietStream(Stream):
     """An iterable data set without a state that draws no random numbers."""
 
@@ -121,6 +128,12 @@ def make_loader(kind: str, workers: int = 0, rank: int = 0, world: int = 1) -> A
             DataLoader(Samples(12), shuffle=True, persistent_workers=True, **kw),
             DataLoader(QuietStream(), batch_size=BATCH),
         ],
+        "persistent_one_beside_stream": lambda: [
+            DataLoader(Samples(BATCH), shuffle=True, persistent_workers=True, **kw),
+            DataLoader(QuietStream(), batch_size=BATCH),
+        ],
+        "persistent_generator": lambda: GeneratorLoader(samples, shuffle=True, persistent_workers=True, **kw),
+        "persistent_generator_of_stream": lambda: GeneratorLoader(Stream(), persistent_workers=True, **kw),
         "min_size": lambda: CombinedLoader(
             [DataLoader(samples, shuffle=True, **kw), DataLoader(Samples(20), shuffle=True, **kw)], "min_size"
         ),

@@ -155,6 +155,9 @@ LOADERS = [
     loader("dict", 0, count=2 * BATCHES - 2),
     *(loader("persistent_dict", 2, count=count) for count in (5, LAST, MID)),
     *(loader("persistent_beside_stream", 2, count=count) for count in (3, 4)),  # read one batch ahead
+    *(loader("persistent_one_beside_stream", 2, "on_train_batch_start", count) for count in (3, 4)),
+    loader("persistent_generator", 2, count=BATCHES + 3),
+    loader("persistent_generator_of_stream", 2, count=3),
     loader("min_size", 0, count=4),
     loader("max_size", 0, count=BATCHES + 5),
 ]
