@@ -302,10 +302,8 @@ class ExactState(Live):
 
     def _cut_after(self, progress: Mapping[str, Any]) -> int | None:
         """Return the batches of an epoch that is over, if the training ended before its last one."""
-        batches = int(progress["current"]["ready"])
-        # nobody knows the last batch of a stream when `limit_train_batches` ends it
-        is_whole = progress["is_last_batch"] or batches >= self._data.batches
-        return batches or None if is_cut_short(self._trainer) and not (is_whole or self._is_inside) else None
+        is_cut = is_cut_short(self._trainer) and not (progress["is_last_batch"] or self._is_inside)
+        return int(progress["current"]["ready"]) or None if is_cut else None
 
     def _look_again(self) -> None:
         # hooks may have made other ones

@@ -85,8 +85,7 @@ class StorageTable:
     def add_plain(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor, adding it if it is new; None if more belongs to it than is described.
 
-        One function, which asks torch for each thing once: of thousands of tensors, asking takes as long as a tenth of
-        copying them.
+        It is one function because asking torch takes long: of thousands of small tensors, a tenth of copying them.
         """
         number = self.numbers.get(id(tensor))
         if number is not None:
