@@ -393,8 +393,18 @@ class TrainingData:
             "length": self._internals.fetcher.length,  # with which it began; that of a sampler may be what is left
             "last_rng": last.rng.encode() if last is not None else None,
             "ahead_rng": fetch.rng.encode() if fetch is not None and ahead else None,
-            "loaders": [t.capture(m, batches) for t, m in zip(self._trackers, moment.marks, strict=True)],
+            "loaders": [
+                tracker.capture(mark, self._fetches_from(tracker, mark, batches))
+                for tracker, mark in zip(self._trackers, moment.marks, strict=True)
+            ],
         }
+
+    def _fetches_from(self, tracker: TrainingLoader, mark: LoaderMark, batches: int) -> int:
+        """Return how many of the epoch's fetches a loader counts, whose workers make no batches after its end."""
+        if tracker.method != "skip" or not self._internals.waits_for_the_longest(self._combined):
+            return batches
+        drawn = mark.sampler_pass.drawn if mark.sampler_pass is not None else 0
+        return min(batches, mark.started + drawn) if drawn else batches
 
     def capture_between_epochs(self) -> dict[str, Any]:
         """Capture where the loaders are after an epoch."""

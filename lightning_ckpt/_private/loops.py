@@ -467,6 +467,11 @@ class Internals:
         return list(getattr(combined._iterator, "_consumed", []))
 
     @staticmethod
+    def waits_for_the_longest(combined: Any) -> bool:
+        """Whether loaders that are at their end give nothing until the longest one is, too."""
+        return bool(combined._mode == "max_size")
+
+    @staticmethod
     def set_position(combined: Any, batches: int, exhausted: list[bool]) -> None:
         """Tell the combined iterator how many batches it has given."""
         combined._iterator._idx = batches

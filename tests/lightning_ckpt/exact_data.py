@@ -137,6 +137,13 @@ def make_loader(kind: str, workers: int = 0, rank: int = 0, world: int = 1) -> A
         "min_size": lambda: CombinedLoader(
             [DataLoader(samples, shuffle=True, **kw), DataLoader(Samples(20), shuffle=True, **kw)], "min_size"
         ),
+        "persistent_max_size": lambda: CombinedLoader(
+            [
+                DataLoader(samples, shuffle=True, persistent_workers=True, **kw),
+                DataLoader(Samples(12), shuffle=True, persistent_workers=True, **kw),
+            ],
+            "max_size",
+        ),
         "max_size": lambda: CombinedLoader(
             [DataLoader(samples, shuffle=True, **kw), DataLoader(Samples(12), shuffle=True, **kw)], "max_size"
         ),

@@ -160,6 +160,8 @@ LOADERS = [
     loader("persistent_generator_of_stream", 2, count=3),
     loader("min_size", 0, count=4),
     loader("max_size", 0, count=BATCHES + 5),
+    loader("max_size", 2, count=BATCHES + 5),
+    loader("persistent_max_size", 2, count=BATCHES + 5),
 ]
 
 
