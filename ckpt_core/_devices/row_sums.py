@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 ROW = 64 * 2**10  # bytes: one sum of 8 bytes for each, so the sums take 1/8192 of what they are of
+_ROW_WORDS = ROW // 8
 _JOINED = 32 * 2**20  # bytes that small tensors are joined to: a sum takes as long to be queued as 10 MB to be added up
 
 
@@ -19,52 +20,58 @@ class RowSums:
     ``tensor.data``, a CUDA graph or another library writes.
 
     They are computed in the order of the streams that are current: those of before when this is made, the others when
-    :meth:`add` is called. The host does not wait for them.
+    :meth:`add` is called, with the same ``groups`` of tensors in the same order. The host does not wait for them. The
+    tensors are flat ``uint8`` ones of whole words of 8 bytes.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        rows: dict[torch.device, int] = {}
-        for tensor in tensors:
-            rows[tensor.device] = rows.get(tensor.device, 0) + tensor.numel() // ROW
+    def __init__(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        self._before: list[torch.Tensor] = []
+        self._after: list[torch.Tensor] = []
+        self._zeros: dict[torch.device, torch.Tensor] = {}  # that fill up the last row
         with torch.inference_mode(False), torch.no_grad():
-            self._before, self._after = (
-                {device: torch.empty(count, dtype=torch.int64, device=device) for device, count in rows.items()}
-                for _ in range(2)
-            )
-            _sum_up(tensors, self._before, dict.fromkeys(rows, 0))
-        self._position = dict.fromkeys(rows, 0)
+            for group in groups:
+                self._sum_up(group, self._before)
 
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compute the sums of the next of the tensors again, on the streams that are current now."""
-        _sum_up(tensors, self._after, self._position)
+    def add(self, group: Iterable[torch.Tensor]) -> None:
+        """Compute the sums of the next group again, on the streams that are current now."""
+        self._sum_up(group, self._after)
 
     def differ(self) -> bool:
         """Return whether a tensor has changed in between; waits for the streams that are current now."""
-        return any(not torch.equal(sums.cpu(), self._after[device].cpu()) for device, sums in self._before.items())
+        return any(not torch.equal(a.cpu(), b.cpu()) for a, b in zip(self._before, self._after, strict=True))
 
+    def _sum_up(self, group: Iterable[torch.Tensor], into: list[torch.Tensor]) -> None:
+        for words in self._joined(group):
+            rows = words.view(-1, _ROW_WORDS)
+            into.append(torch.empty(rows.shape[0], dtype=torch.int64, device=words.device))
+            torch.sum(rows, dim=1, dtype=torch.int64, out=into[-1])
 
-def _sum_up(
-    tensors: Iterable[torch.Tensor], into: dict[torch.device, torch.Tensor], position: dict[torch.device, int]
-) -> None:
-    for words in _joined(tensors):
-        rows = words.view(-1, ROW // words.itemsize)
-        begin = position[words.device]
-        position[words.device] = end = begin + rows.shape[0]
-        torch.sum(rows, dim=1, dtype=torch.int64, out=into[words.device][begin:end])
+    def _joined(self, group: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield tensors as rows of words; those that continue each other as one, and small ones together."""
+        small: list[torch.Tensor] = []
+        nbytes = 0
+        for tensor in _runs(group):
+            if small and (small[0].device != tensor.device or nbytes + tensor.numel() > _JOINED):
+                yield self._filled_up(small)
+                small, nbytes = [], 0
+            words = tensor.view(torch.int64)
+            whole = words.numel() // _ROW_WORDS * _ROW_WORDS if tensor.numel() > _JOINED else 0
+            if whole:
+                yield words[:whole]
+            if whole < words.numel():
+                small.append(words[whole:])
+                nbytes += (words.numel() - whole) * words.itemsize
+        if small:
+            yield self._filled_up(small)
 
-
-def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield tensors as words of 8 bytes; those that continue each other as one, and small ones together."""
-    small: list[torch.Tensor] = []
-    nbytes = 0
-    for tensor in _runs(tensors):
-        if small and (small[0].device != tensor.device or nbytes + tensor.numel() > _JOINED):
-            yield small[0] if len(small) == 1 else torch.cat(small)
-            small, nbytes = [], 0
-        small.append(tensor.view(torch.int64))
-        nbytes += tensor.numel()
-    if small:
-        yield small[0] if len(small) == 1 else torch.cat(small)
+    def _filled_up(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return parts as one tensor of whole rows."""
+        device = parts[0].device
+        if missing := -sum(part.numel() for part in parts) % _ROW_WORDS:
+            if device not in self._zeros:
+                self._zeros[device] = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=device)
+            parts.append(self._zeros[device][:missing])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

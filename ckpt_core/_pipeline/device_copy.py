@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt_core._devices.row_sums import ROW, RowSums
+from ckpt_core._devices.row_sums import RowSums
 from ckpt_core._devices.streams import Events, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
@@ -34,8 +34,11 @@ from ckpt_core.process.threads import Latch, start, wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
+_WORD = 8  # bytes, of which the sums are
 _WIDEST = 4  # bytes of a number: of wider ones, the sums do not see the signs
 EARLY_BYTES = 64 * 2**20  # of devices that a save may hold when it returns; what is copied late stays there anyway
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 Piece = tuple[int, torch.Tensor, torch.Tensor]
 _Ranges = dict[torch.device, list[tuple[int, int]]]
@@ -64,7 +67,7 @@ class BackgroundCopy:
         if overlaps:
             early, late = _divide(early)
         # In this order: the copies begin behind the sums.
-        self._sums = RowSums([source for _, _, source in late])
+        self._sums = RowSums(sources for _, _, sources in _groups(late))
         self._streams = SideStreams(source for _, _, source in [*early, *late])
         self._overlaps = overlaps and self._streams.may_be_late
         if late and not self._overlaps:  # a device without streams, for which the host has waited
@@ -255,7 +258,7 @@ def _divide(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
         end, target, source = piece
         if not _may_be_late(source, ranges):
             early.append(piece)
-        elif rest := source.numel() % ROW:
+        elif rest := source.numel() % _WORD:
             late.append((end - rest, target[:-rest], source[:-rest]))
             early.append((end, target[-rest:], source[-rest:]))
         else:
@@ -268,7 +271,7 @@ def _may_be_late(source: torch.Tensor, ranges: _Ranges) -> bool:
     if not known or size < LATE_PIECE or source.dtype is not torch.uint8 or source.stride() != (1,):
         return False
     begin = source.data_ptr()
-    if begin % 8 or source.storage_offset() % 8:
+    if begin % _WORD or source.storage_offset() % _WORD:
         return False
     index = bisect.bisect_right(known, (begin, sys.maxsize)) - 1
     return index >= 0 and begin + size <= known[index][1]
@@ -281,9 +284,9 @@ def _ranges_of_optimizers() -> _Ranges:
     found: dict[torch.device, list[tuple[int, int]]] = {}
     for optimizer in optimizers:
         for tensor in _tensors_of(optimizer):
-            if tensor.is_cpu or tensor.is_meta or tensor.layout is not torch.strided or not _is_dense(tensor):
+            if tensor.is_cpu or tensor.is_meta or tensor.layout is not torch.strided or tensor.itemsize > _WIDEST:
                 continue
-            if tensor.element_size() > _WIDEST:
+            if not tensor.is_contiguous() and not _is_dense(tensor):
                 continue
             begin = tensor.data_ptr()
             found.setdefault(tensor.device, []).append((begin, begin + tensor.nbytes))
@@ -295,9 +298,10 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
             for tensor in (parameter, *(state.values() if isinstance(state, dict) else ())):
+                if type(tensor) in _PLAIN_TYPES:
+                    yield tensor
                 # Of a DTensor, what this process has of it.
-                local = tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
-                if type(local) in (torch.Tensor, torch.nn.Parameter):
+                elif hasattr(tensor, "to_local") and type(local := tensor.to_local().detach()) in _PLAIN_TYPES:
                     yield local
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import pytest
 import torch
 
-from ckpt_core._devices import streams
+from ckpt_core._devices import row_sums, streams
 from ckpt_core._pipeline import device_copy
 
 #: Parameters of the fixture ``accelerator``.
@@ -31,7 +31,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
         found.append(bool(late))
         return early, late
 
-    monkeypatch.setattr(device_copy, "LATE_PIECE", device_copy.ROW)
+    monkeypatch.setattr(device_copy, "LATE_PIECE", row_sums.ROW)
     monkeypatch.setattr(device_copy, "_divide", watch)
     return lambda: any(found)
 
@@ -78,7 +78,7 @@ def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callab
             threading.Thread(target=resume, args=(side_streams,)).start()
         copy_late(self)
 
-    patch(device_copy, "LATE_PIECE", device_copy.ROW)
+    patch(device_copy, "LATE_PIECE", row_sums.ROW)
     patch(device_copy.BackgroundCopy, "_copy_late", held)
     patch(device_copy.BackgroundCopy, "let_training_wait", noticed)
     return lambda: any(found)

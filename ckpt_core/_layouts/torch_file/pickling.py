@@ -68,6 +68,7 @@ class StorageTable:
         self._index: dict[Any, int] = {}
         # Most tensors are described like others: to make memory for each takes longer than to describe it.
         self._descriptions: dict[_Described, _Described] = {}
+        self._places: dict[torch.device, str] = {}  # what torch calls them, which it takes long to say
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
         """Return the index of ``storage``, adding it if it is new."""
@@ -113,7 +114,7 @@ class StorageTable:
             tensor.stride(),
             tensor.storage_offset(),
             tensor.requires_grad,
-            "cpu" if is_cpu else location_tag(storage),
+            "cpu" if is_cpu else self._place_of(storage),
             nbytes // item_size,
         )
         described = self._descriptions.setdefault(described, described)
@@ -121,6 +122,13 @@ class StorageTable:
         self.plain.append((self._add(storage, nbytes, dtype, item_size), described))
         self._kept.append(tensor)
         return number
+
+    def _place_of(self, storage: torch.UntypedStorage) -> str:
+        device = storage.device
+        place = self._places.get(device)
+        if place is None:
+            place = self._places[device] = location_tag(storage)
+        return place
 
     def memories(self, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
         """Return the bytes of the storages from number ``begin`` on."""

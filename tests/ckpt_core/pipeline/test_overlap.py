@@ -26,7 +26,7 @@ from ckpt_core import (
     StorageError,
     wait_staged,
 )
-from ckpt_core._devices import streams
+from ckpt_core._devices import row_sums, streams
 from ckpt_core._devices.row_sums import ROW, RowSums
 from ckpt_core._pipeline import device_copy
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
@@ -55,7 +55,8 @@ class Training:
         checkpointers: Any = {"file": Checkpointer, "directory": DirectoryCheckpointer}
         self.checkpointer = checkpointers[layout](strategy="async", overlap=True, **settings)
         self.buffers = {"buffer": torch.zeros(MIB, device=self.device)} if early else {}
-        sizes = {"weight": MIB // 2 + 300, "small": 10} if early else {"weight": MIB // 2}  # of no whole rows
+        # Of no whole words, whose rest is copied early; and of no whole rows.
+        sizes = {"weight": MIB // 2 + 301, "small": 10} if early else {"weight": MIB // 2 + 300}
         self.weights = {name: torch.nn.Parameter(torch.ones(n, device=self.device)) for name, n in sizes.items()}
         self.optimizer = torch.optim.SGD(self.weights.values(), lr=1.0, momentum=0.5)
         self.step()  # from here on it is known
@@ -347,6 +348,26 @@ def test_what_a_save_does_on_the_host_does_not_depend_on_the_size(
     assert counts[0] == counts[1]
 
 
+@both_layouts
+def test_what_a_save_queues_for_tensors_of_odd_sizes_is_no_more_than_for_others(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
+) -> None:
+    counts = []
+    for more in (0, 2):  # numbers of 4 bytes
+        training = Training(accelerator, layout, tmp_path, early=False)
+        weights = [torch.nn.Parameter(torch.ones(MIB // 4 + more, device=training.device)) for _ in range(30)]
+        training.weights = {str(number): weight for number, weight in enumerate(weights)}
+        training.optimizer = torch.optim.SGD(weights, lr=1.0)
+        training.step()
+        training.side_stream()
+        gc.collect()  # to free memory is work for the device, too
+        before = accelerator.module.work_queued()
+        training.save()
+        training.checkpointer.close()
+        counts.append(accelerator.module.work_queued() - before)
+    assert counts[1] < counts[0] + 15
+
+
 # ---- changes that nobody announces -----------------------------------------------------------------------------------
 
 
@@ -451,7 +472,7 @@ def test_sums_see_one_word_and_two_that_change_places(accelerator: SimulatedAcce
     def differs(change: Callable[[torch.Tensor], Any]) -> bool:
         tensor = torch.arange(4 * ROW // 8, dtype=torch.int64, device=accelerator.type)
         memory = tensor.view(torch.uint8)
-        sums = RowSums([memory[:ROW], memory[ROW:]])
+        sums = RowSums([[memory[:ROW]], [memory[ROW:]]])
         change(tensor)
         for piece in (memory[:ROW], memory[ROW:]):
             sums.add([piece])
@@ -464,17 +485,26 @@ def test_sums_see_one_word_and_two_that_change_places(accelerator: SimulatedAcce
     assert differs(lambda tensor: tensor.copy_(tensor.flip(0)))
 
 
-def test_sums_are_the_same_however_the_tensors_are_divided(accelerator: SimulatedAccelerator) -> None:
-    one = torch.arange(6 * ROW, device=accelerator.type).to(torch.uint8)
-    other = torch.arange(3 * ROW, device=accelerator.type).add_(7).to(torch.uint8)
-    pieces = [one[: 2 * ROW], one[2 * ROW : 5 * ROW], other, one[5 * ROW :]]
-    for changed in (None, *range(9)):
-        sums = RowSums(pieces)
-        if changed is not None:
-            (one if changed < 6 else other)[changed % 6 * ROW + 5].add_(1)
-        sums.add(pieces[:1])
-        sums.add(pieces[1:])
-        assert sums.differ() == (changed is not None)
+@pytest.mark.parametrize("joined", [ROW, 4 * ROW, 100 * ROW], ids=["none", "some", "all"])
+def test_sums_see_every_part_of_tensors_of_any_size(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch, joined: int
+) -> None:
+    monkeypatch.setattr(row_sums, "_JOINED", joined)
+    one = torch.arange(6 * ROW + 72, device=accelerator.type).to(torch.uint8)
+    other = torch.arange(3 * ROW - 8, device=accelerator.type).add_(7).to(torch.uint8)
+    elsewhere = torch.arange(ROW + 8, device=f"{accelerator.type}:1").to(torch.uint8)
+    pieces = [one[: 2 * ROW + 8], one[2 * ROW + 8 : 5 * ROW], other, elsewhere, one[5 * ROW :]]
+    groups = [pieces[:1], pieces[1:2], pieces[2:]]
+    places = [
+        (whole, at) for whole in (one, other, elsewhere) for at in [*range(5, len(whole), ROW // 2), len(whole) - 1]
+    ]
+    for place in (None, *places):
+        sums = RowSums(groups)
+        if place is not None:
+            place[0][place[1]].add_(1)
+        for group in groups:
+            sums.add(group)
+        assert sums.differ() == (place is not None), place
 
 
 @both_layouts
