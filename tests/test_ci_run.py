@@ -48,16 +48,22 @@ def test_both_run_and_both_count(project: Path, lint: str, test: str, closing: s
     assert (run.returncode == 0) == ("lint passed, tests passed" in output)
 
 
-def test_it_runs_what_make_test_leaves_out(project: Path, pytestconfig: pytest.Config) -> None:
+def test_it_runs_make_test_as_it_is_and_another_job_what_that_leaves_out(
+    project: Path, pytestconfig: pytest.Config
+) -> None:
     assert any(marker.startswith("extended:") for marker in pytestconfig.getini("markers"))
     output, _ = start(project, "true", "echo \"3 passed in 1.0s: '$(MARKS)'\"").communicate(timeout=60)
-    assert "3 passed in 1.0s: 'not slow'\n" in output
+    assert "3 passed in 1.0s: ''\n" in output
     # as without the make that runs this test, whose variables it would be given
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "MARKS"))}
-    for given, marks in (([], "not slow and not extended"), (["MARKS=not slow"], "not slow")):
-        command = ["make", "-n", "test", *given]
+    for command, marks in (
+        (["make", "-n", "test"], "not slow and not extended"),
+        (["make", "-n", "test", "MARKS=not slow"], "not slow"),
+        (["make", "-n", "coverage"], "not slow"),
+    ):
         told = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
         assert f"-m '{marks}'" in told.stdout
+    assert "run: make coverage\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
