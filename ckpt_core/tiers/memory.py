@@ -149,10 +149,12 @@ class MemoryTier:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some of it (ckpt clean --memory)" if is_full else "name another place (memory_dir)"
             raise StorageError(
                 f"snapshots cannot be kept in memory: {error.strerror}",
                 path=self.directory,
-                remedy="free some of it (ckpt clean --memory), or train without memory_every_n_steps",
+                remedy=f"{remedy}, or train without memory_every_n_steps",
                 errno=error.errno,
             ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -220,6 +221,20 @@ def test_no_memory_and_no_sense_are_refused_by_name(tmp_path: Path) -> None:
         MemoryTier(tmp_path, every=0)
     with pytest.raises(ValueError, match="need a local directory"):
         MemoryTier(tmp_path, root="s3://bucket")
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "ckpt clean --memory"), (errno.EROFS, "memory_dir")])
+def test_memory_that_cannot_be_written_says_what_to_do(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    tier = tier_of(tmp_path)
+    monkeypatch.setattr(os, "mkdir", fail)
+    with pytest.raises(StorageError, match="cannot be kept in memory") as caught:
+        tier.begin()
+    assert remedy in (caught.value.remedy or "")
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
