@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 ROW = 64 * 2**10  # bytes: one sum of 8 bytes for each, so the sums take 1/8192 of what they are of
-_ROW_WORDS = ROW // 8
+_WORD = 8  # bytes
 _JOINED = 32 * 2**20  # bytes that small tensors are joined to: a sum takes as long to be queued as 10 MB to be added up
 
 
@@ -42,7 +42,7 @@ class RowSums:
 
     def _sum_up(self, group: Iterable[torch.Tensor], into: list[torch.Tensor]) -> None:
         for words in self._joined(group):
-            rows = words.view(-1, _ROW_WORDS)
+            rows = words.view(-1, ROW // _WORD)
             into.append(torch.empty(rows.shape[0], dtype=torch.int64, device=words.device))
             torch.sum(rows, dim=1, dtype=torch.int64, out=into[-1])
 
@@ -50,45 +50,48 @@ class RowSums:
         """Yield tensors as rows of words; those that continue each other as one, and small ones together."""
         small: list[torch.Tensor] = []
         nbytes = 0
-        for tensor in _runs(group):
-            if small and (small[0].device != tensor.device or nbytes + tensor.numel() > _JOINED):
-                yield self._filled_up(small)
+        for tensor, size in _runs(group):
+            if small and (nbytes + size > _JOINED or small[0].device != tensor.device):
+                yield self._filled_up(small, nbytes)
                 small, nbytes = [], 0
-            words = tensor.view(torch.int64)
-            whole = words.numel() // _ROW_WORDS * _ROW_WORDS if tensor.numel() > _JOINED else 0
-            if whole:
-                yield words[:whole]
-            if whole < words.numel():
-                small.append(words[whole:])
-                nbytes += (words.numel() - whole) * words.itemsize
+            words, rest = tensor.view(torch.int64), size
+            if size > _JOINED:
+                rest = size % ROW
+                yield words[: (size - rest) // _WORD]
+                words = words[(size - rest) // _WORD :]
+            if rest:
+                small.append(words)
+                nbytes += rest
         if small:
-            yield self._filled_up(small)
+            yield self._filled_up(small, nbytes)
 
-    def _filled_up(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return parts as one tensor of whole rows."""
+    def _filled_up(self, parts: list[torch.Tensor], nbytes: int) -> torch.Tensor:
+        """Return parts of so many bytes as one tensor of whole rows."""
         device = parts[0].device
-        if missing := -sum(part.numel() for part in parts) % _ROW_WORDS:
+        if missing := -nbytes % ROW:
             if device not in self._zeros:
-                self._zeros[device] = torch.zeros(_ROW_WORDS, dtype=torch.int64, device=device)
-            parts.append(self._zeros[device][:missing])
+                self._zeros[device] = torch.zeros(ROW // _WORD, dtype=torch.int64, device=device)
+            parts.append(self._zeros[device][: missing // _WORD])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield tensors and their sizes in bytes; those of one storage that continue each other as one."""
     run: torch.Tensor | None = None
+    end = nbytes = 0
     for tensor in tensors:
-        if run is not None and _continues(run, tensor):
-            run = run.as_strided((run.numel() + tensor.numel(),), (1,))
-            continue
-        if run is not None:
-            yield run
-        run = tensor
+        begin, size = tensor.data_ptr(), tensor.numel()
+        if run is not None and begin == end and _share_storage(run, tensor):
+            nbytes += size
+            run = run.as_strided((nbytes,), (1,))
+        else:
+            if run is not None:
+                yield run, nbytes
+            run, nbytes = tensor, size
+        end = begin + size
     if run is not None:
-        yield run
+        yield run, nbytes
 
 
-def _continues(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return (
-        first.data_ptr() + first.numel() == second.data_ptr()
-        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    )
+def _share_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
