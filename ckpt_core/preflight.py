@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -46,9 +47,9 @@ class Preflight:
         behind = seconds_behind()
         if behind > _CLOCK_SECONDS:
             logger.warning(
-                "the clock of this machine is %.0f minutes behind the newest checkpoint. Checkpoints stay in "
+                "the clock of this machine is %s behind the newest checkpoint. Checkpoints stay in "
                 "order, but have wrong dates: set the clock",
-                behind / 60,
+                datetime.timedelta(minutes=round(behind / 60)),
             )
 
     def _of_store(self, directory: str) -> str | None:

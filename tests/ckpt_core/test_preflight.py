@@ -111,7 +111,7 @@ def test_a_clock_that_is_behind_the_checkpoints_is_told(
         patch.setattr(time, "time", lambda: now() - 2 * 3600)
         save(str(tmp_path), 2)
     assert len(said(caplog)) == 1
-    assert "the clock of this machine is 120 minutes behind the newest checkpoint" in said(caplog)[0]
+    assert "the clock of this machine is 2:00:00 behind the newest checkpoint" in said(caplog)[0]
 
 
 def test_a_store_that_refuses_to_write_is_told_where_a_run_looks_and_ends_it_at_its_first_save(
