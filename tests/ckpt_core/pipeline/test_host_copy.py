@@ -81,14 +81,15 @@ def test_a_copy_that_is_given_up_is_not_waited_for() -> None:
         copy.wait_until(4)
 
 
-def test_no_file_is_begun_before_the_state_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "count"), [(20_000, 100), (3 * MIB, 2)], ids=["many small", "few large"])
+def test_no_file_is_begun_before_the_state_is_copied(monkeypatch: pytest.MonkeyPatch, size: int, count: int) -> None:
     snapshot = Snapshot("a.ckpt", BufferPool(1))
-    snapshot.take(StateLayout([torch.randn(20_000) for _ in range(100)]))
+    snapshot.take(StateLayout([torch.randn(size) for _ in range(count)]))
     has_begun = []
 
-    def copy(*arguments: Any, **options: Any) -> None:  # after the pickle, which many small tensors are copied after
-        has_begun.append(snapshot._taken.is_set())
+    def copy(*arguments: Any, **options: Any) -> None:  # which few large tensors are pickled beside
         run_parallel(*arguments, **options)
+        has_begun.append(snapshot._taken.is_set())
 
     monkeypatch.setattr(host_copy, "run_parallel", copy)
     snapshot.finish()
