@@ -13,9 +13,9 @@ _SHOWN = 4
 
 _EACH_PROCESS = (
     "A second resume from the same checkpoint differs here, too: it is something that differs in each process. "
-    "What to do: look there for time, os.urandom, secrets, uuid, hash() or a generator without a seed, and draw "
-    "from torch, numpy or random, whose generators are restored; kernels that are not deterministic need "
-    "torch.use_deterministic_algorithms(True)."
+    "What to do: set a seed before anything is drawn (seed_everything, set_seed). Look there also for time, "
+    "os.urandom, secrets, uuid, hash() or a generator without a seed, and draw from torch, numpy or random, whose "
+    "generators are restored; kernels that are not deterministic need torch.use_deterministic_algorithms(True)."
 )
 _LOST = {
     "position": "The script or the loader has lost its place. What to do: let the loader be prepared or returned "

@@ -70,7 +70,7 @@ def test_nothing_comes_after_a_training_that_ends_by_itself_in_the_rehearsed_ste
 @pytest.mark.parametrize(
     ("case", "subject", "named"),
     [
-        ("clock", "data", ["ByTheClock (", "A second resume from the same checkpoint differs here, too"]),
+        ("clock", "data", ["ByTheClock (", "checkpoint differs here, too", "set a seed before anything is drawn"]),
         ("history", "data", ["WithHistory (", "rehearsed_script.py:SEEN", "has state that no checkpoint holds"]),
         ("annealed", "loss", ["Annealed.factor: 0.9 instead of 0.3", "Annealed (", "the resumed run said: "]),
         ("generators", "generators", ["torch: uint8["]),
