@@ -287,11 +287,15 @@ class Variables:
             elif first is None and now.owner is not None and now.is_made_by_training:
                 noted[key] = [now.mark, "", now.kind, True, False]
         anew = [key for key in noted if key in self._anew]
+        # each epoch may seed a generator anew, and each differently
+        stays = [] if between or ends else [key for key, one in noted.items() if one[2] == STAYS and one[3]]
+        begun = {key: mark for key in stays if (mark := self._of_pass.get(key)) not in (None, noted[key][1])}
         counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
         # those of an epoch end with it
         places = {} if between else self._loose
         loose = {name: [place, self._loose_first.get(name, [1, 1])] for name, place in places.items()}
-        return {"values": noted, "between": between, "ends": ends, **({"iterators": loose} if loose else {}), **counts}
+        more = {"iterators": loose, "begun": begun}
+        return {"values": noted, "between": between, "ends": ends, **{k: v for k, v in more.items() if v}, **counts}
 
     def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
         """Return where there was nothing, an empty dictionary or another kind of value, of which this is a part now."""
@@ -359,6 +363,8 @@ class Variables:
         saved, first = noted[:2]
         if now.mark == saved:
             return False
+        if now.kind == STAYS and now.mark == self._saved.get("begun", {}).get(key):
+            return True  # as it was when the interrupted epoch began
         if now.kind == WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
             return True
         # what a run without a loader begins with is looked at after its first steps, which may have drawn other values

@@ -516,6 +516,19 @@ def begins_epochs_anew(of: Training) -> None:
         of.save("end")
 
 
+def has_generators_of_each_epoch(of: Training) -> None:
+    of.resume()
+    for epoch in range(of.accelerator.resumed.epoch if of.has_resumed else 0, 3):
+        noise, order = torch.Generator().manual_seed(epoch), random.Random(epoch)
+        picked = order.sample(range(4), 4)
+        for batch in of.loader:
+            of.step(batch[:, picked] + torch.rand(batch.shape, generator=noise))
+            if epoch == 1:
+                of.save("middle")
+        if epoch == 1:
+            of.save("end")
+
+
 def trains_for_some_steps(of: Training) -> None:
     done, steps = 0, 2 if of.has_resumed else 4
     of.resume()
@@ -679,6 +692,7 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         (averages_what_was_loaded, "middle", ["average.shadow"]),
         (has_caches, "middle", ["begun.norm", "norm_cache", "norm", "bias"]),
         (registers_what_holds_a_part_of_its_state, "end", ["bad"]),
+        (has_generators_of_each_epoch, "middle", ["noise"]),
         (has_loaders_that_are_not_prepared, "middle", ["iteration 1"]),
     ],
 )
@@ -703,6 +717,7 @@ def test_lost_variables_are_named_at_the_resume(
         (has_loaders_that_are_not_prepared, "last"),
         (leaves_out_what_it_had_itself, "middle"),
         (begins_epochs_anew, "end"),
+        (has_generators_of_each_epoch, "end"),
         (trains_for_some_steps, "middle"),
         (sets_what_it_registers_back_on_a_condition, "end"),
     ],
