@@ -238,7 +238,8 @@ class Rehearsal:
             "generators": generators_of(self._data),
             "data": data,
             "modes": {
-                f"{n}.{k}.training": m.training for n, model in enumerate(models) for k, m in model.named_modules()
+                **{f"{n}.{k}.training": m.training for n, model in enumerate(models) for k, m in model.named_modules()},
+                **{f"{name}.requires_grad": parameter.requires_grad for name, parameter in _parameters(models)},
             },
             "loss": {str(i - len(losses)): loss for i, loss in enumerate(losses)},
             "gradients": {name: parameter.grad for name, parameter in _parameters(models)},

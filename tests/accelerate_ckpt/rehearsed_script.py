@@ -89,6 +89,8 @@ def main(case: str, checkpoint: str | None) -> None:
             difficulty += 1
             count.batches += 1
             count.kept += case == "forgets"
+            if case == "freezes" and count.batches == 5:
+                accelerator.unwrap_model(model)[0].bias.requires_grad_(False)
             with accelerator.accumulate(model):
                 scaled = batch * (1 + difficulty % 5) if case == "curriculum" else batch
                 loss = (model(scaled) - batch).pow(2).mean()

@@ -83,6 +83,7 @@ def test_an_exact_script_is_exact_and_its_own_directory_left_alone(
     ("case", "subject", "named"),
     [
         ("clock", "data", ["ByTheClock (", "A second resume from the same checkpoint differs here, too"]),
+        ("freezes", "modes", ["bias.requires_grad: True instead of False"]),
         ("curriculum", "loss", ["rehearsed_script.py:main():difficulty: 1 instead of 7"]),
         ("forgets", "objects", ["Count.kept: 1 instead of 7", "Count (", "load it in load_state_dict"]),
     ],
