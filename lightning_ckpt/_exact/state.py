@@ -294,7 +294,10 @@ class ExactState(Live):
         self._is_in_epoch = self._is_cut = False
 
     def _taken_in_epoch(self) -> int | None:
-        return self._data.taken if self._is_in_epoch and not (self._is_inside or self._is_cut) else None
+        batch = self._internals.progress()["batch"]["current"]
+        # a hook has skipped the rest of the epoch: on_train_batch_start has returned -1
+        is_cut = self._is_cut or batch["started"] < batch["ready"]
+        return self._data.taken if self._is_in_epoch and not (self._is_inside or is_cut) else None
 
     def _whole_epoch(self) -> int | None:
         # who resumes after the last batch of an epoch counts from the next one on

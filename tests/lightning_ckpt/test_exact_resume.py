@@ -232,6 +232,17 @@ class AtZeroBetweenPasses(DataLoader[Any]):
         self.position = state["position"]
 
 
+class SkipsTheRest(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 2 and batch_idx == 2 else None
+
+
+def test_batches_that_a_hook_skips_are_not_missed(tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(SkipsTheRest), tmp_path, ("on_train_batch_end", MID))
+    assert not said
+    assert found == expected
+
+
 class InOrder(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return enumerate(torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(3)))
