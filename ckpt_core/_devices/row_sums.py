@@ -38,7 +38,7 @@ class RowSums:
 
     def differ(self) -> bool:
         """Return whether a tensor has changed in between; waits for the streams that are current now."""
-        return any(not torch.equal(a.cpu(), b.cpu()) for a, b in zip(self._before, self._after, strict=True))
+        return any(not torch.equal(a, b) for a, b in zip(_on_host(self._before), _on_host(self._after), strict=True))
 
     def _sum_up(self, group: Iterable[torch.Tensor], into: list[torch.Tensor]) -> None:
         for words in self._joined(group):
@@ -51,14 +51,14 @@ class RowSums:
         small: list[torch.Tensor] = []
         nbytes = 0
         for tensor, size in _runs(group):
-            if small and (nbytes + size > _JOINED or small[0].device != tensor.device):
-                yield self._filled_up(small, nbytes)
-                small, nbytes = [], 0
             words, rest = tensor.view(torch.int64), size
             if size > _JOINED:
                 rest = size % ROW
                 yield words[: (size - rest) // _WORD]
                 words = words[(size - rest) // _WORD :]
+            if small and (nbytes + rest > _JOINED or small[0].device != tensor.device):
+                yield self._filled_up(small, nbytes)
+                small, nbytes = [], 0
             if rest:
                 small.append(words)
                 nbytes += rest
@@ -73,6 +73,12 @@ class RowSums:
                 self._zeros[device] = torch.zeros(ROW // _WORD, dtype=torch.int64, device=device)
             parts.append(self._zeros[device][: missing // _WORD])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _on_host(sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return sums as one tensor for each device."""
+    devices = dict.fromkeys(each.device for each in sums)
+    return [torch.cat([each for each in sums if each.device == device]).cpu() for device in devices]
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:

@@ -149,7 +149,7 @@ class MemoryTier:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
             remedy = "free some of it (ckpt clean --memory)" if is_full else "name another place (memory_dir)"
             raise StorageError(
                 f"snapshots cannot be kept in memory: {error.strerror}",

@@ -295,8 +295,8 @@ class ExactState(Live):
 
     def _taken_in_epoch(self) -> int | None:
         batch = self._internals.progress()["batch"]["current"]
-        # a hook has skipped the rest of the epoch: on_train_batch_start has returned -1
-        is_cut = self._is_cut or batch["started"] < batch["ready"]
+        # A hook (on_train_batch_start) has skipped the rest of the epoch. A batch of None is completed, if not started.
+        is_cut = self._is_cut or max(batch["started"], batch["completed"]) < batch["ready"]
         return self._data.taken if self._is_in_epoch and not (self._is_inside or is_cut) else None
 
     def _whole_epoch(self) -> int | None:

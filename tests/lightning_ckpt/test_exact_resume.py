@@ -243,6 +243,36 @@ def test_batches_that_a_hook_skips_are_not_missed(tmp_path: Path) -> None:
     assert found == expected
 
 
+class AtItsState(AtZeroBetweenPasses):
+    """A loader that loses its place: each pass begins where its state was; with a batch of nothing, if asked for."""
+
+    nothing_at: int | None = None
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(DataLoader.__iter__(self)):
+            if number >= self.begin:
+                self.position = number + 1
+                yield None if number == self.nothing_at else batch
+        self.position = 0
+
+    begin = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["position"]
+
+
+@pytest.mark.parametrize("nothing_at", [None, 4])
+def test_batches_that_are_missed_are_said_also_where_one_is_none(nothing_at: int | None, tmp_path: Path) -> None:
+    class Reads(Model):
+        def train_dataloader(self) -> Any:
+            loader = AtItsState(InOrder(), batch_size=4)
+            loader.nothing_at = nothing_at
+            return loader
+
+    *_, said = train_and_resume(Training(Reads), tmp_path, ("on_train_batch_end", MID))
+    assert ["but earlier ones had" in str(text) for text in said].count(True) == 1, said
+
+
 class InOrder(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return enumerate(torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(3)))

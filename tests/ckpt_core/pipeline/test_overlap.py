@@ -490,6 +490,13 @@ def test_sums_see_every_part_of_tensors_of_any_size(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch, joined: int
 ) -> None:
     monkeypatch.setattr(row_sums, "_JOINED", joined)
+    fill_up = RowSums._filled_up
+
+    def filled_up(self: RowSums, parts: list[torch.Tensor], nbytes: int) -> torch.Tensor:
+        assert len({part.device for part in parts}) == 1  # CUDA joins no others
+        return fill_up(self, parts, nbytes)
+
+    monkeypatch.setattr(RowSums, "_filled_up", filled_up)
     one = torch.arange(6 * ROW + 72, device=accelerator.type).to(torch.uint8)
     other = torch.arange(3 * ROW - 8, device=accelerator.type).add_(7).to(torch.uint8)
     elsewhere = torch.arange(ROW + 8, device=f"{accelerator.type}:1").to(torch.uint8)
