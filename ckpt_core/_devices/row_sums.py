@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 ROW = 64 * 2**10  # bytes: one sum of 8 bytes for each, so the sums take 1/8192 of what they are of
-_WORD = 8  # bytes
+WORD = 8  # bytes: what is summed up has whole ones
 _JOINED = 32 * 2**20  # bytes that small tensors are joined to: a sum takes as long to be queued as 10 MB to be added up
 
 
@@ -42,7 +42,7 @@ class RowSums:
 
     def _sum_up(self, group: Iterable[torch.Tensor], into: list[torch.Tensor]) -> None:
         for words in self._joined(group):
-            rows = words.view(-1, ROW // _WORD)
+            rows = words.view(-1, ROW // WORD)
             into.append(torch.empty(rows.shape[0], dtype=torch.int64, device=words.device))
             torch.sum(rows, dim=1, dtype=torch.int64, out=into[-1])
 
@@ -54,8 +54,8 @@ class RowSums:
             words, rest = tensor.view(torch.int64), size
             if size > _JOINED:
                 rest = size % ROW
-                yield words[: (size - rest) // _WORD]
-                words = words[(size - rest) // _WORD :]
+                yield words[: (size - rest) // WORD]
+                words = words[(size - rest) // WORD :]
             if small and (nbytes + rest > _JOINED or small[0].device != tensor.device):
                 yield self._filled_up(small, nbytes)
                 small, nbytes = [], 0
@@ -70,8 +70,8 @@ class RowSums:
         device = parts[0].device
         if missing := -nbytes % ROW:
             if device not in self._zeros:
-                self._zeros[device] = torch.zeros(ROW // _WORD, dtype=torch.int64, device=device)
-            parts.append(self._zeros[device][: missing // _WORD])
+                self._zeros[device] = torch.zeros(ROW // WORD, dtype=torch.int64, device=device)
+            parts.append(self._zeros[device][: missing // WORD])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt_core._devices.row_sums import RowSums
+from ckpt_core._devices.row_sums import WORD, RowSums
 from ckpt_core._devices.streams import Events, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
@@ -34,7 +34,6 @@ from ckpt_core.process.threads import Latch, start, wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
-_WORD = 8  # bytes, of which the sums are
 _WIDEST = 4  # bytes of a number: of wider ones, the sums do not see the signs
 EARLY_BYTES = 64 * 2**20  # of devices that a save may hold when it returns; what is copied late stays there anyway
 
@@ -258,7 +257,7 @@ def _divide(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
         end, target, source = piece
         if not _may_be_late(source, ranges):
             early.append(piece)
-        elif rest := source.numel() % _WORD:
+        elif rest := source.numel() % WORD:
             late.append((end - rest, target[:-rest], source[:-rest]))
             early.append((end, target[-rest:], source[-rest:]))
         else:
@@ -271,7 +270,7 @@ def _may_be_late(source: torch.Tensor, ranges: _Ranges) -> bool:
     if not known or size < LATE_PIECE or source.dtype is not torch.uint8 or source.stride() != (1,):
         return False
     begin = source.data_ptr()
-    if begin % _WORD or source.storage_offset() % _WORD:
+    if begin % WORD or source.storage_offset() % WORD:
         return False
     index = bisect.bisect_right(known, (begin, sys.maxsize)) - 1
     return index >= 0 and begin + size <= known[index][1]

@@ -246,6 +246,7 @@ def test_batches_that_a_hook_skips_are_not_missed(tmp_path: Path) -> None:
 class AtItsState(AtZeroBetweenPasses):
     """A loader that loses its place: each pass begins where its state was; with a batch of nothing, if asked for."""
 
+    begin = 0
     nothing_at: int | None = None
 
     def __iter__(self) -> Any:
@@ -254,8 +255,6 @@ class AtItsState(AtZeroBetweenPasses):
                 self.position = number + 1
                 yield None if number == self.nothing_at else batch
         self.position = 0
-
-    begin = 0
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.begin = state["position"]

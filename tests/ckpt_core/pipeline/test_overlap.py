@@ -365,7 +365,7 @@ def test_what_a_save_queues_for_tensors_of_odd_sizes_is_no_more_than_for_others(
         training.save()
         training.checkpointer.close()
         counts.append(accelerator.module.work_queued() - before)
-    assert counts[1] < counts[0] + 15
+    assert counts[1] < counts[0] + len(weights) // 2  # not one more for each
 
 
 # ---- changes that nobody announces -----------------------------------------------------------------------------------

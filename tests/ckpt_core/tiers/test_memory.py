@@ -223,7 +223,10 @@ def test_no_memory_and_no_sense_are_refused_by_name(tmp_path: Path) -> None:
         MemoryTier(tmp_path, root="s3://bucket")
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "ckpt clean --memory"), (errno.EROFS, "memory_dir")])
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "ckpt clean --memory"), (errno.ENOMEM, "ckpt clean --memory"), (errno.EROFS, "memory_dir")],
+)
 def test_memory_that_cannot_be_written_says_what_to_do(
     number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
