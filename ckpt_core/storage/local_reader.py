@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
+import mmap
 import os
 import stat
 import threading
@@ -21,6 +23,11 @@ _SAMPLES = 8  # pages that are looked for in the page cache
 _DIRECT_THREADS = 4  # so that the disk is busy while others look at what they have read
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def close(descriptor: int) -> None:
     """Close a file."""
     with contextlib.suppress(OSError):  # what counts is durable or read by now, and the descriptor is gone in any case
@@ -32,6 +39,18 @@ def address(data: memoryview) -> int:
     if data.readonly:
         return 1
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _may_be_cached(descriptor: int, offset: int) -> bool:
+    """Return whether the page at ``offset`` may be in the page cache; the kernel says so of each of another user's."""
+    found = ctypes.create_string_buffer(1)
+    page = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        with mmap.mmap(descriptor, BLOCK, access=mmap.ACCESS_COPY, offset=page) as memory:
+            failed = _libc().mincore(ctypes.c_void_p(address(memoryview(memory))), ctypes.c_size_t(BLOCK), found)
+    except (OSError, ValueError, AttributeError):
+        return True
+    return bool(failed or found.raw[0] & 1)
 
 
 class LocalFileReader(FileReader):
@@ -89,11 +108,14 @@ class LocalFileReader(FileReader):
             return -1  # the ordinary way will tell what is wrong, if anything is
 
     def _is_cached(self) -> bool:
+        samples = [self.size * (2 * sample + 1) // (2 * _SAMPLES) for sample in range(_SAMPLES)]
+        if not all(_may_be_cached(self._descriptor, at) for at in samples):
+            return False
         page = bytearray(BLOCK)
-        for sample in range(_SAMPLES):
-            offset = self.size * (2 * sample + 1) // (2 * _SAMPLES) // BLOCK * BLOCK
+        for at in samples:
             try:
-                os.preadv(self._descriptor, [page], offset, os.RWF_NOWAIT)
+                # Asked second, as it has the kernel read ahead, and a fast disk may be done by then.
+                os.preadv(self._descriptor, [page], at // BLOCK * BLOCK, os.RWF_NOWAIT)
             except (OSError, AttributeError):
                 return False  # not there, or nobody can say
         return True

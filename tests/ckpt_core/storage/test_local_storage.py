@@ -360,6 +360,31 @@ def test_a_file_in_the_page_cache_is_read_from_there(large_file: tuple[Path, byt
         assert not reader.passes_cache
 
 
+def test_a_file_that_a_fast_disk_brings_at_once_is_not_taken_for_a_cached_one(
+    large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = large_file
+    real_preadv = os.preadv
+    monkeypatch.setattr(local_reader.os, "preadv", lambda file, into, at, _flags=0: real_preadv(file, into, at))
+    with LocalStorage().open(str(path)) as reader:
+        assert reader.passes_cache
+
+
+def test_of_a_file_of_another_user_a_read_that_does_not_wait_tells(
+    large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = large_file
+
+    def preadv(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        assert flags == os.RWF_NOWAIT
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(local_reader, "_may_be_cached", lambda *_: True)  # what the kernel says of such a file
+    monkeypatch.setattr(local_reader.os, "preadv", preadv)
+    with LocalStorage().open(str(path)) as reader:
+        assert reader.passes_cache
+
+
 def test_a_filesystem_without_direct_reads(large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     path, data = large_file
     refused = []
