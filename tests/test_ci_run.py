@@ -48,6 +48,14 @@ def test_both_run_and_both_count(project: Path, lint: str, test: str, closing: s
     assert (run.returncode == 0) == ("lint passed, tests passed" in output)
 
 
+def test_after_lint_it_says_which_tests_failed(project: Path) -> None:
+    failing = "FAILED tests/test_a.py::test_b - assert 1 == 2"
+    told = f"echo '{failing}'; echo 1 failed, 2 passed in 1.0s; false"
+    output, _ = start(project, "echo All checks passed", told).communicate(timeout=60)
+    closing = "lint passed, tests failed\n1 failed, 2 passed in 1.0s\n"
+    assert output.endswith(f"All checks passed\n{failing}\n{closing}")
+
+
 def test_it_runs_make_test_as_it_is_and_another_job_what_that_leaves_out(
     project: Path, pytestconfig: pytest.Config
 ) -> None:
