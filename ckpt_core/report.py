@@ -197,14 +197,14 @@ def read_events(paths: Iterable[str]) -> list[Process]:
     A line that was cut off by a crash is left out.
 
     Args:
-        paths: Local files, as ``event_log`` writes them.
+        paths: Local files, as ``event_log`` writes them; one that is given twice counts once.
 
     Raises:
         ValueError: One of them is no event log.
         OSError: One of them cannot be read.
     """
     processes: list[Process] = []
-    for path in paths:
+    for path in {os.path.realpath(path): path for path in paths}.values():
         before = len(processes)
         running: dict[tuple[Any, ...], Process] = {}
         for event in _events(path):

@@ -261,10 +261,16 @@ class Rehearsal(Live, CheckpointBase):
 
     def _leave(self, trainer: Any) -> None:
         trainer.strategy.checkpoint_io.teardown()  # saves in the background are durable then
-        self._notes.missed(sorted(self._left) + [f"step {step}" for step in sorted(self._at)])
+        left = self._left if self._plan.only_points else self._left - self._impossible(trainer)
+        self._notes.missed(sorted(left) + [f"step {step}" for step in sorted(self._at)])
         self._notes.write()
         trainer.strategy.barrier("rehearsal")
         self._notes.leave()
+
+    def _impossible(self, trainer: Any) -> set[str]:
+        """The points that no training of this script would come to."""
+        possible = {"accumulation": trainer.accumulate_grad_batches > 1, "validation": trainer.enable_validation}
+        return {point for point, occurs in possible.items() if not occurs}
 
     # ---- notes -------------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,11 @@ class Page(html.parser.HTMLParser):
         self.text.append(data)
 
 
+def test_a_log_that_is_given_twice_counts_once(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(os.path.dirname(log))
+    assert totals_of(read_events([log, os.path.basename(log)])) == totals_of(read_events([log]))
+
+
 def test_the_page_shows_every_save_and_how_it_ended(log: str, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     assert main(["report", log, "--output", str(target)]) == 0

@@ -59,6 +59,15 @@ def test_an_exact_script_is_exact_at_every_point_and_its_own_checkpoints_are_lef
 
 
 @pytest.mark.usefixtures("forked")
+def test_points_that_the_script_cannot_come_to_are_missed_only_if_they_were_asked_for() -> None:
+    result = rehearse(of_case("alone"))
+    assert result.is_exact, result.text()
+    assert {resumed.point for resumed in result.resumes} == {"middle", "epoch-end"} and result.missed == ()
+    assert "did not occur" not in result.text()
+    assert rehearse(of_case("alone"), points=["middle", "validation"]).missed == ("validation",)
+
+
+@pytest.mark.usefixtures("forked")
 def test_nothing_comes_after_a_training_that_ends_by_itself_in_the_rehearsed_steps() -> None:
     result = rehearse(of_case("short"), points=["middle"])
     assert result.is_exact, result.text()
