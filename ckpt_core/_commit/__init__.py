@@ -1,9 +1,9 @@
-"""How ranks come to one outcome of a save without a collective.
+"""How the ranks of a distributed save agree on its outcome without a collective: commit on rank 0, or failure on all.
 
-``rank_group``: the ranks. ``announcement``: how they hear of an outcome, in all that follows. ``save_outcome``: one
-save, from the reports of all ranks to the outcome. ``background_failures``: when training learns of one that failed.
-``raising_together``: a failure that one rank knows of, raised on all at the same step. ``agreement``: what rank 0 says,
-heard on all ranks, with an error where one does not come; ``absent_ranks`` knows who will not, and ``endings`` who was
-told to end. ``acting_together``: what one rank is asked for, done by all at the same step. ``tcp_store``: what they
-talk through.
+``rank_group``: the ranks of a run. ``announcement``: how rank 0 publishes an outcome; used by the modules below.
+``save_outcome``: one save, from the reports of all ranks to the commit. ``background_failures``: raises the failure of
+a background save on all ranks at the same step. ``raising_together``: raises on all ranks what failed on one.
+``agreement``: passes a value from rank 0 to all ranks, with an error if a rank is missing; ``absent_ranks`` finds the
+ranks that will not come, ``endings`` those that were signalled to end. ``acting_together``: all ranks act on a signal
+at the same step. ``tcp_store``: the store through which ranks communicate.
 """

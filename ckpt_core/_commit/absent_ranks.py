@@ -1,9 +1,9 @@
-"""Which ranks have certainly continued without a save in which another rank waits for them.
+"""Detect ranks that have certainly continued without joining a save in which another rank waits for them.
 
-A rank that waits asks; each rank answers, on a thread that sleeps in the store until then, how many collectives it has
-begun and at which meetings it was. Who has begun more than the rank that waits has left the place in the script where
-that one is: a collective in which that rank is missing cannot be over. A rank that is only slow has not, however long
-it takes.
+The waiting rank asks a question through the store. Each rank answers, on a thread that sleeps in the store until then,
+how many collectives it has begun and which meetings it has joined. A rank that has begun more collectives than the
+waiting rank has left the place in the script where that rank is: a collective that the waiting rank has not joined
+cannot be over. A rank that is only slow has not begun more, however long it takes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ckpt_core._commit.tcp_store import TimedStore, seal
 from ckpt_core.errors import RankFailedError
 
 _SLEEP = datetime.timedelta(days=1)
-_REMEMBERED = 64  # meetings that a rank was at, or passed over
-_ANSWER_SECONDS = 5.0  # what is asked here is not worth a longer wait
+_REMEMBERED = 64  # how many meetings a rank has joined, or passed over, it remembers
+_ANSWER_SECONDS = 5.0  # these answers are not worth a longer wait
 _PAUSE_WITHOUT_CLONE = 0.25  # seconds
 
 
 def collectives_begun() -> int | None:
-    """Return how many collectives of all ranks this process has begun, None if unknown. Any thread may ask.
+    """Return how many collectives of the default group this process has begun; None if unknown. Any thread may call it.
 
-    Collectives of one group come in the same order on all ranks. torch counts them for its flight recorder, and has no
-    public way in; without it, or where a backend does not count, a rank that does not come is found when the time is
-    over.
+    Collectives of one group come in the same order on all ranks. torch counts them for its flight recorder, without
+    a public API. If a release lacks the private function, or a backend does not count, a rank that does not come is
+    detected only by the time limit.
     """
     try:
         group = dist.group.WORLD
@@ -44,7 +44,7 @@ def collectives_begun() -> int | None:
 
 
 class Progress:
-    """What this rank answers, and what it asks the others."""
+    """Where this rank is in its script, for other ranks that ask; and what the other ranks have answered."""
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout: float) -> None:
         self._rank = rank
@@ -56,66 +56,66 @@ class Progress:
         self._process = os.getpid()
         self._client: TimedStore | None = None
         self._thread: threading.Thread | None = None
-        # The same on all ranks now, and not afterwards, if a backend counts what only some of them have done before.
+        # Places are counted from here, because a backend may also have counted what only some ranks have done before.
         begun = collectives_begun()
         self._first = begun
         if store is None or begun is None:
             return
         store = PrefixStore("progress", store)
         self._client = TimedStore(store, answer_within=min(timeout, _ANSWER_SECONDS))
-        # A daemon, because nobody ends it where a script is killed; end() waits for it, which finds no interpreter
-        # afterwards.
+        # A daemon, because end() is not called if the script is interrupted. end() waits for the thread, which could
+        # not run any more once the interpreter is gone.
         self._thread = threading.Thread(target=self._answer, args=(store,), name="ckpt-progress", daemon=True)
         self._thread.start()
 
     @property
     def place(self) -> int | None:
-        """How many collectives this rank has begun since this was made; None if that is not known."""
+        """How many collectives this rank has begun since this object was made; None if that is not known."""
         begun = collectives_begun()
         return None if begun is None or self._first is None else begun - self._first
 
     # ---- answering ---------------------------------------------------------------------------------------------------
 
     def joined(self, meeting: int) -> None:
-        """Note that this rank is at a meeting."""
+        """Record that this rank has joined a meeting."""
         if meeting not in self._joined:
             self._joined.append(meeting)
 
     def skipped(self, meeting: int) -> None:
-        """Note that this rank will not come to a meeting that others are at, although it may have waited for it."""
+        """Record that this rank passes over a meeting of other ranks, although it may have waited for it."""
         with contextlib.suppress(ValueError):
             self._joined.remove(meeting)
         self._skipped.append(meeting)
         self._publish_now()
 
     def end(self) -> None:
-        """Note that this rank will come to no further meeting, and answer no more."""
+        """Record that this rank will come to no further meeting, and stop answering."""
         if self._over or self._thread is None or os.getpid() != self._process:
             return
         self._over = True
         self._publish_now()
         with contextlib.suppress(RankFailedError):
-            self.ask()  # which wakes this rank's thread, too
+            self.ask()  # a question also wakes this rank's own thread
         self._thread.join(_ANSWER_SECONDS)
 
     def told(self) -> None:
-        """Note that a signal ends this rank: it has not crashed, though it answers no more."""
+        """Record that a signal ends this rank: it has not crashed, although it will stop answering."""
         if self._client is not None:
             with contextlib.suppress(RankFailedError):
                 self._client.set(f"told/{self._rank}", "")
 
     def _publish_now(self) -> None:
         if self._client is not None:
-            with contextlib.suppress(RankFailedError):  # rank 0 is gone, and nobody asks any more
+            with contextlib.suppress(RankFailedError):  # rank 0 is gone, so no rank asks any more
                 self._client.set(f"of/{self._rank}", self._report())
 
     def _report(self) -> str:
-        place = self.place  # first: whoever was at a meeting before it got to this place is seen to have been there
+        place = self.place  # read first, so that the report includes all meetings that were joined before this place
         return json.dumps([place, list(self._joined), list(self._skipped), self._over, self._answered])
 
     def _answer(self, store: Store) -> None:
-        """Publish where this rank is, each time that somebody asks."""
-        own = store.clone() if hasattr(store, "clone") else None  # one's own connection, to sleep in
+        """Publish where this rank is, each time that a rank asks; runs on the thread."""
+        own = store.clone() if hasattr(store, "clone") else None  # a connection of its own, for the blocking wait
         while not self._over:
             question = f"question/{self._answered + 1}"
             try:
@@ -127,13 +127,13 @@ class Progress:
                     own.wait([question], _SLEEP)
                 self._answered += 1
                 (own or store).set(f"of/{self._rank}", seal(store, f"of/{self._rank}", self._report()))
-            except RuntimeError:  # what torch.distributed raises: rank 0 is gone, or it has slept for so long
+            except RuntimeError:  # raised by torch.distributed: rank 0 is gone, or the wait has lasted for _SLEEP
                 return
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
     def ask(self) -> int:
-        """Have all ranks publish where they are: soon, and not yet when this returns. Return the question's number."""
+        """Ask all ranks to publish where they are; they do soon after this returns. Return the question number."""
         if self._client is None:
             return 0
         number = self._client.add("questions", 1)
@@ -141,7 +141,7 @@ class Progress:
         return number
 
     def silent(self, question: int) -> set[int]:
-        """Return the ranks that have not answered a question; those whose training is over need not."""
+        """Return the ranks that have not answered a question and whose training is not over."""
         return {rank for rank, (over, answered) in self._reports().items() if not over and answered < question}
 
     def crashed(self, question: int) -> set[int]:
@@ -150,7 +150,7 @@ class Progress:
         return {rank for rank in gone - {self._rank} if self._client is None or not self._client.has(f"told/{rank}")}
 
     def _reports(self) -> dict[int, tuple[bool, int]]:
-        """Return of each rank whether it is over, and the last question that it has answered; nothing if unknown."""
+        """Return, by rank, whether it is over and the last question that it has answered; empty without a store."""
         client, found = self._client, dict[int, tuple[bool, int]]()
         if client is None:
             return found
@@ -160,13 +160,13 @@ class Progress:
         return found
 
     def gone_on(self, meeting: int, place: int | None) -> set[int]:
-        """Return the other ranks that will certainly not come to a meeting; asks them for the next time.
+        """Return the other ranks that will certainly not come to a meeting, and ask them again for the next call.
 
-        ``place`` is this rank's when it came there.
+        ``place`` is this rank's place when it came to the meeting.
         """
         found: set[int] = set()
         if self._client is not None:
-            with contextlib.suppress(RankFailedError):  # whoever waits will find out
+            with contextlib.suppress(RankFailedError):  # the caller, which waits for other ranks, will find out
                 others = (rank for rank in range(self._world_size) if rank != self._rank)
                 found.update(rank for rank in others if self._is_past(rank, meeting, place))
                 self.ask()
@@ -182,5 +182,5 @@ class Progress:
             return False
         if meeting in skipped or over:
             return True
-        is_known = len(joined) < _REMEMBERED or meeting > min(joined)  # what was before is forgotten
+        is_known = len(joined) < _REMEMBERED or meeting > min(joined)  # earlier meetings are forgotten
         return is_known and theirs is not None and place is not None and theirs > place

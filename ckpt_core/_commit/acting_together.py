@@ -1,9 +1,9 @@
-"""Ranks that are asked to act at different moments, as by signals, act at the same boundary of their training loops.
+"""Make all ranks act on a request, such as a signal to save, at the same step boundary of their training loops.
 
-A signal reaches each rank when it likes, and one that waits for the others inside its handler waits for ever: they are
-in the gradient exchange of a step that it never enters. So a handler only notes what it is asked for. A thread on each
-rank tells the others, without the training thread, which boundary its rank has passed; all of them act at the first
-boundary that none has passed yet. Until that is settled no rank passes another one, so none can be too late.
+A signal reaches each rank at a different moment. A rank that waited for the others inside its signal handler would wait
+for ever: they are in the gradient exchange of a step that it never enters. So a handler only records the request. A
+thread on each rank tells the others, without the training thread, which boundary its rank has passed, and all ranks act
+at the first boundary that none has passed yet. Until that is settled, no rank passes another boundary.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ logger = logging.getLogger(__name__)
 
 Position = tuple[int, int]
 
-_ANSWER_SECONDS = 10.0  # a thread of each rank looks twice a second; launchers leave 30 for this and for what follows
-_SAME_WAVE_SECONDS = 30.0  # a signal to a job reaches its last rank at most so long after its first
+_ANSWER_SECONDS = 10.0  # each rank's thread checks twice a second; launchers allow 30 s for this and the save
+_SAME_WAVE_SECONDS = 30.0  # a signal to a job reaches its last rank at most this long after its first
 _START: Position = (-1, 0)
-_LOOK = ""  # wakes the thread, and asks for nothing
+_LOOK = ""  # wakes the thread, and requests nothing
 
 
 class Call(NamedTuple):
-    """What to do now."""
+    """What a rank has to do at the boundary where it is."""
 
-    requests: frozenset[str]  # what was asked for, on any rank
-    together: bool  # whether all ranks do it now; if not, the others did not answer
+    requests: frozenset[str]  # the requests that any rank has received
+    together: bool  # whether all ranks act now; if not, the others did not answer
 
 
 _NOTHING = Call(frozenset(), True)
 
 
 class Meeting:
-    """The ranks of a training loop; made on all of them, with a store that rank 0 serves, or None for a single process.
+    """The ranks of one training loop; constructed on all ranks, with rank 0's store, or None for a single process.
 
-    ``look_every`` is in seconds, between two looks at what other ranks were asked for; after ``answer_within``, a rank
-    that does not say where it is counts as lost, and at once where ``is_rank_gone`` says that one will not answer. That
-    is called on a thread.
+    Every ``look_every`` seconds, the thread checks whether another rank has received a request. A rank that does not
+    report its boundary within ``answer_within`` seconds counts as lost, and at once if ``is_rank_gone``, called on the
+    thread, returns True.
 
     Examples:
         >>> from ckpt_core._commit.acting_together import Meeting
@@ -81,13 +81,13 @@ class Meeting:
             self._thread.start()
 
     def ask(self, request: str) -> None:
-        """Let all ranks act at the same boundary; returns at once, also inside a signal handler."""
+        """Request that all ranks act at the same boundary; returns at once, also inside a signal handler."""
         self._asked.put(request)
 
     def at(self, position: Position) -> Call:
-        """Return what all ranks are to do now; called by the training thread at each boundary.
+        """Return what all ranks have to do now; called by the training thread at each boundary.
 
-        ``position`` is that of the boundary; it grows, and is the same on all ranks for the same boundary.
+        ``position`` identifies the boundary: it increases, and is equal on all ranks for the same boundary.
         """
         if self._store is None:
             return Call(frozenset(self._taken()), True)
@@ -102,9 +102,9 @@ class Meeting:
         return call
 
     def at_last(self, position: Position) -> Call:
-        """Do as :meth:`at` does, at the last boundary for now: what was asked for on any rank by then is done.
+        """Like :meth:`at`, at the last boundary for now: include every request that any rank has received by then.
 
-        Waits until all ranks are here, or for as long as they have to answer.
+        Waits until all ranks are here, or until ``answer_within`` has passed.
         """
         if self._store is None:
             return self.at(position)
@@ -117,7 +117,7 @@ class Meeting:
         return self.at(position)
 
     def close(self) -> None:
-        """End the thread; what is asked for from now on is not done."""
+        """End the thread; later requests are ignored."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -137,9 +137,8 @@ class Meeting:
 
     def _watch(self, store: TimedStore) -> None:
         number = 0
-        done_before: dict[
-            str, float
-        ] = {}  # for another rank, and until when the same signal may still come to this one
+        # Requests of other ranks that were acted on, and until when the same signal may still reach this rank.
+        done_before: dict[str, float] = {}
         while True:
             mine = self._newly_asked(done_before)
             if self._closed:
@@ -180,7 +179,7 @@ class Meeting:
         return found
 
     def _settle(self, store: TimedStore, number: int, mine: set[str]) -> tuple[Call, Position]:
-        """Find out with the other ranks what to do, and after which boundary."""
+        """Agree with the other ranks on what to do; return that, and the last boundary that a rank has passed."""
         with self._changed:
             self._settling = True
             passed = self._passed

@@ -1,6 +1,6 @@
-"""Ranks agree on small things without a collective: a call on one rank alone ends in an error, not in a hang.
+"""Agreement between ranks on small values without a collective: a call on only one rank raises instead of hanging.
 
-What becomes of a save, they learn in ``save_outcome``.
+The outcome of a save is agreed on in ``save_outcome``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 
 _SHORTEST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
-_FIRST_LOOK_SECONDS = 0.1  # after which a rank that waits asks who will not come
+_FIRST_LOOK_SECONDS = 0.1  # after which a waiting rank first checks whether another rank will never come
 _LAST_LOOK_SECONDS = 1.0
 _LINGER_SECONDS = 10.0
-_LINGER_BESIDE_DEAD_SECONDS = 1.0  # a dead rank hears nothing, and may have heard all
+_LINGER_BESIDE_DEAD_SECONDS = 1.0  # a dead rank reads nothing more, and may already have read everything
 
 
 class Agreement:
     """Passes plain data between the ranks of a run, through the store that checkpointing uses.
 
-    Every rank counts its meetings, so all ranks must come to the same ones in the same order, as with collectives.
-    Unlike those, they have a time limit, and the error says who did not come.
+    A *meeting* is a call that all ranks make. Every rank counts its meetings, so all ranks must come to the same ones
+    in the same order, as with collectives. Unlike those, a meeting has a time limit; its error names missing ranks.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout: float) -> None:
@@ -41,28 +41,29 @@ class Agreement:
         self._timeout = timeout
         self._client = None if store is None else TimedStore(PrefixStore("meetings", store), answer_within=timeout)
         self.progress = Progress(rank, world_size, store, timeout)  # what the ranks know of each other
-        self.find_dead: Callable[[], Collection[int]] = tuple  # ranks that will come to no further meeting
-        self.meeting = 0  # number of the last one
-        # On rank 0: meetings that others still have to hear of, and where this rank was then.
+        self.find_dead: Callable[[], Collection[int]] = tuple  # returns ranks that will come to no further meeting
+        self.meeting = 0  # number of the last meeting
+        # On rank 0: meetings whose result other ranks still have to read, and this rank's place at each.
         self._unread: collections.deque[tuple[int, int | None]] = collections.deque()
-        self._absent: dict[int | None, set[int]] = {}  # by place, the ranks that will not hear of it
-        # How many collectives this rank had begun when it came to the last meeting; None if that is not known.
+        self._absent: dict[int | None, set[int]] = {}  # by place, the ranks that will not read the result
+        # How many collectives this rank had begun when it came to the last meeting; None if unknown.
         self.place: int | None = None
-        self.left_out: set[int] = set()  # the ranks that rank 0 knew would not come to the last meeting
+        self.left_out: set[int] = set()  # the ranks that, as rank 0 knew, would not come to the last meeting
 
     def from_rank_zero(self, what: str, value: Any, *, may_be_absent: bool = False) -> Any:
-        """Return what rank 0 gives, when all ranks have come to do ``what``, such as ``"save_state"``.
+        """Return rank 0's ``value`` on all ranks, once all have called this for ``what``, such as ``"save_state"``.
 
-        A rank that does not come, or comes to do something else, is a ``RankFailedError``. With ``may_be_absent``, it
-        continues without ranks that have certainly passed this meeting; they are in :attr:`left_out`.
+        Raises ``RankFailedError`` if a rank does not come, or comes for another ``what``. With ``may_be_absent``, ranks
+        that have certainly passed this meeting are not waited for; they are in :attr:`left_out`.
         """
         _, value = self._meet(what, value, may_be_absent=may_be_absent)
         return value
 
     def announce(self, what: str, value: Any, failure: Exception | None = None) -> Any:
-        """Return what rank 0 gives, which does not wait for the others: they hear it when they come.
+        """Return rank 0's ``value`` on all ranks; rank 0 does not wait for the others, which read it when they come.
 
-        ``failure`` says why rank 0 has nothing to give; the caller raises it there, and this on the other ranks.
+        ``failure`` is the reason why rank 0 has no value. On rank 0, the caller raises it; on the other ranks, this
+        method raises it.
         """
         brought = None if failure is None or self.rank else encode_error(failure)
         found, value = self._meet(what, value, brought, waits=False)
@@ -71,9 +72,9 @@ class Agreement:
         return value
 
     def absent_from(self, meeting: int, place: int | None) -> set[int]:
-        """Return, on rank 0, the ranks that will certainly not come to a meeting; any thread may ask.
+        """Return, on rank 0, the ranks that will certainly not come to a meeting; any thread may call this.
 
-        ``meeting`` and ``place`` are what the attributes of that name were when it was the last one.
+        ``meeting`` and ``place`` are the values that the attributes of these names had right after that meeting.
         """
         absent = self.progress.gone_on(meeting, place)
         self._absent[place] = self._absent.get(place, set()) | absent
@@ -89,7 +90,7 @@ class Agreement:
         raise_together(action, exchange)
 
     def asked_of_rank_zero(self, what: str, ask: Callable[[], Any]) -> Any:
-        """Return what ``ask`` returns on rank 0, where alone it is called; it may take long, and fail for all."""
+        """Call ``ask`` on rank 0 only, and return its result on all ranks; it may take long. If it fails, all raise."""
         answers = [None]
 
         def answer() -> None:
@@ -99,7 +100,7 @@ class Agreement:
         return self.from_rank_zero(what, answers[0])
 
     def leave(self) -> None:
-        """End. Rank 0, which serves the store, waits once until the others that are alive have heard what it said."""
+        """End. Rank 0, which serves the store, first waits until the ranks that are alive have read all its values."""
         deadline = time.monotonic() + _LINGER_SECONDS
         look = time.monotonic() + _FIRST_LOOK_SECONDS
         with contextlib.suppress(RankFailedError):
@@ -118,9 +119,9 @@ class Agreement:
     def _meet(
         self, what: str, value: Any, failure: Any = None, *, waits: bool = True, may_be_absent: bool = False
     ) -> tuple[CheckpointError | None, Any]:
-        """Return the failure that a rank brought, as the others raise it, and what rank 0 gave.
+        """Return the failure that a rank reported, as the other ranks raise it, and rank 0's value.
 
-        Unless rank 0 ``waits`` for the others, it is the only one whose failure counts.
+        Unless rank 0 ``waits`` for the others, only its own failure counts.
         """
         self.left_out = set()
         if self._client is None:
@@ -143,12 +144,12 @@ class Agreement:
         return others, value
 
     def _hear(self, client: TimedStore, what: str, failure: Any) -> tuple[CheckpointError | None, Any]:
-        """Come to the next meeting that rank 0 has where this rank is; those in between were before."""
+        """Join the next meeting that rank 0 holds at this rank's place in the script, passing over earlier ones."""
         while True:
             self.meeting += 1
             meeting = str(self.meeting)
             said = Announcement(client, meeting)
-            if not said.is_made:  # rank 0 may wait for this rank
+            if not said.is_made:  # rank 0 may be waiting for this rank
                 self.progress.joined(self.meeting)
                 if failure is not None:
                     client.set(f"{meeting}/failure", json.dumps([self.rank, failure]))
@@ -171,7 +172,7 @@ class Agreement:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether rank 0 is at a meeting to which this rank has yet to come; any thread may ask."""
+        """Whether rank 0 is at a meeting to which this rank has yet to come; any thread may read this."""
         client, here, meeting = self._client, self.progress.place, self.meeting + 1
         while self.rank and client is not None and (said := Announcement(client, str(meeting))).is_made:
             (_, _, place, is_optional, _), _ = said.read()
@@ -190,8 +191,8 @@ class Agreement:
             absent, said = len(self._absent.get(place, ())), Announcement(client, str(oldest))
             if not said.is_heard_by(self.world_size - 1 - absent):
                 return
-            self._unread.popleft()  # first, or after Ctrl-C rank 0 would wait for answers that are deleted
-            said.delete(keep=bool(absent))  # a rank that was not there passes it over when it comes to a later one
+            self._unread.popleft()  # before the deletion, or after Ctrl-C rank 0 would wait for deleted answers
+            said.delete(keep=bool(absent))  # a rank that was absent passes it over when it comes to a later meeting
             client.delete([f"{oldest}/arrived", f"{oldest}/failure"])
             if not self._unread or self._unread[0][1] != place:
                 self._absent.pop(place, None)
@@ -223,7 +224,7 @@ class Agreement:
     def _wait(self, complete: Callable[[], bool], look: Callable[[], None], what: str) -> None:
         began = time.monotonic()
         pause, looked, until_look = _SHORTEST_PAUSE_SECONDS, began, _FIRST_LOOK_SECONDS
-        # Polling, because waiting in the store would block what the background thread has to say to it.
+        # Polling, because a request that waits in the store would block the requests of the background thread.
         while not complete():
             now = time.monotonic()
             if now > began + self._timeout:

@@ -1,7 +1,7 @@
-"""The one way in which ranks learn an outcome: rank 0 announces it in the store, once, and each other rank hears it.
+"""How ranks learn an outcome: rank 0 announces it in the store, once, and every other rank reads it.
 
-Who needs it at once waits for it, who only passes by looks. Rank 0 serves the store, so it stays until those who are to
-hear it have; then the announcement is deleted.
+A rank that needs the outcome at once waits for it; a rank at a step boundary only checks. Rank 0 serves the store, so
+it lingers until the other ranks have acknowledged the announcement, and then deletes it.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
 
 _NAMED_RANKS = 8
-_LINGER = 10.0  # seconds that rank 0, which may be about to exit, stays until all have heard
+_LINGER = 10.0  # seconds for which rank 0, which may be about to exit, waits until all ranks have read it
 
 
 class Announcement:
-    """An outcome; made on all ranks, with the same key, which no other announcement has."""
+    """An outcome that rank 0 publishes in the store. Constructed on all ranks, with the same key, unique to it."""
 
     def __init__(self, store: TimedStore, key: str) -> None:
         self._store, self._key = store, key
 
     def make(self, value: Any, failure: CheckpointError | None = None) -> None:
-        """Say it, on rank 0: plain data, and what every rank that hears it is to raise."""
+        """Publish it, on rank 0: ``value`` is plain data, ``failure`` is raised by every rank that reads it."""
         self._store.set(self._key, json.dumps([value, None if failure is None else encode_error(failure)]))
 
     @property
     def is_made(self) -> bool:
-        """Whether rank 0 has said it."""
+        """Whether rank 0 has published it."""
         return self._store.has(self._key)
 
     def read(self) -> tuple[Any, CheckpointError | None]:
-        """Return what rank 0 has said; the failure is of the class that it had there."""
+        """Return what rank 0 has published; the failure has the same class as on rank 0."""
         value, failure = json.loads(self._store.get(self._key))
         return value, None if failure is None else decode_error(failure)
 
     def heard(self) -> None:
-        """Tell rank 0 that this rank needs it no more."""
+        """Acknowledge it: this rank does not need it any more."""
         self._store.add(f"{self._key}/heard", 1)
 
     def is_heard_by(self, ranks: int) -> bool:
-        """Return whether so many other ranks have heard it."""
+        """Return whether at least so many other ranks have acknowledged it."""
         return self._store.add(f"{self._key}/heard", 0) >= ranks
 
     def linger(self, ranks: int, seconds: float = _LINGER) -> bool:
-        """Wait until so many other ranks have heard it, for :data:`_LINGER` at the most; return whether they have."""
+        """Wait until so many other ranks have acknowledged it, at most :data:`_LINGER`; return whether they have."""
         return self._store.wait_until(lambda: self.is_heard_by(ranks), min(seconds, _LINGER))
 
     def delete(self, *, keep: bool = False) -> None:
-        """Forget who has heard it, and it itself unless it is to be kept for ranks that come later."""
+        """Delete the acknowledgements from the store and, unless ranks that come later need it, the announcement."""
         self._store.delete([f"{self._key}/heard", *([] if keep else [self._key])])
 
 
@@ -59,7 +59,7 @@ class Announcement:
 
 
 def encode_error(error: Exception) -> dict[str, Any]:
-    """Return the error as plain data that another rank can rebuild it from, one of another tree as one of ours."""
+    """Return the error as plain data from which another rank can rebuild it; foreign classes become CheckpointError."""
     if not isinstance(error, CheckpointError):
         error = CheckpointError(f"{type(error).__name__}: {error}")
     return {
@@ -74,7 +74,7 @@ def encode_error(error: Exception) -> dict[str, Any]:
 
 
 def decode_error(encoded: dict[str, Any]) -> CheckpointError:
-    """Rebuild an error of another rank, as the same class where it is one of ours."""
+    """Rebuild the error of another rank, of the same class if that is in ``ckpt_core.errors``."""
     known = (
         getattr(errors, encoded["class"], RankFailedError) if encoded["class"] in errors.__all__ else RankFailedError
     )

@@ -1,6 +1,6 @@
-"""Ranks raise the failure of a background save together, at the same step boundary.
+"""Raise the failure of a background save on all ranks, at the same step boundary.
 
-:class:`RunOutcome` looks for an announcement, on the training thread, and only while a save is under way.
+:class:`RunOutcome` looks for rank 0's announcement on the training thread, and only while a save is under way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 
 
 class BackgroundSaves(Protocol):
-    """What an outcome asks about the saves of its rank: a checkpointer."""
+    """The part of a checkpointer that :class:`RunOutcome` uses: the background saves of its rank."""
 
     @property
     def is_busy(self) -> bool:
@@ -24,7 +24,7 @@ class BackgroundSaves(Protocol):
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The oldest failure that was not taken yet."""
+        """The oldest failure that :meth:`take_failure` has not yet returned."""
 
     def take_failure(self) -> CheckpointError | None:
         """Return that failure, once."""
@@ -56,15 +56,15 @@ class RunOutcome:
         self._announced: tuple[int, CheckpointError | None] | None = None
 
     def save_begun(self) -> None:
-        """Note that a save has begun; called on every rank."""
+        """Record that a save has begun; called on every rank."""
         self._begun += 1
 
     def at_boundary(self) -> None:
         """Raise, as the same class on all ranks, if a background save has failed and all ranks know it by now."""
         self._boundary += 1
-        pending = self._saves.is_busy  # before the failure is looked for: it may come in between
-        # It stays where the next save finds it: some ranks know of it sooner than others, and all must refuse that
-        # save.
+        pending = self._saves.is_busy  # read before the failure, which may occur between the two
+        # The failure is not taken: some ranks know of it sooner than others, and all must refuse the next save, which
+        # finds it there.
         failure = self._saves.failure
         if self._store is None:
             if failure is not None:
@@ -78,7 +78,7 @@ class RunOutcome:
                 self._look(self._store)
         if self._announced is not None and self._boundary >= self._announced[0]:
             error = self._announced[1]
-            assert error is not None  # nothing else is announced
+            assert error is not None  # only failures are announced under this key
             if self._rank == 0:
                 self._announcement(self._store).linger(self._others)
             self.was_raised()
@@ -93,14 +93,14 @@ class RunOutcome:
             self._announcement(store, "ended").make(self._begun)
 
     def _announcement(self, store: TimedStore, what: str = "failure") -> Announcement:
-        # One for each failure: what was raised once is not found again.
+        # A key for each failure, so that a failure that was raised is not found again.
         return Announcement(store, f"outcome-{self._raised}/{what}")
 
     def _look(self, store: TimedStore) -> None:
         announcement = self._announcement(store)
         if announcement.is_made:
             self._announced = announcement.read()
-            with contextlib.suppress(RankFailedError):  # rank 0 may have waited for long enough
+            with contextlib.suppress(RankFailedError):  # rank 0 may have stopped waiting and be gone
                 announcement.heard()
         elif (ended := self._announcement(store, "ended")).is_made:
             self._ended, _ = ended.read()
@@ -113,8 +113,8 @@ class RunOutcome:
     def was_raised(self) -> None:
         """Start over after a failure that all ranks raise now; called on every rank."""
         if self._rank:
-            self._saves.drain()  # until this rank has itself heard of what it raises
+            self._saves.drain()  # until this rank's own save has failed, too
         self._saves.take_failure()
         self._raised += 1
         self._start()
-        self.save_begun()  # others may be under way
+        self.save_begun()  # other saves may be under way

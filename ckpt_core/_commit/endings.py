@@ -1,4 +1,4 @@
-"""Whether a rank that is gone was told to end, or has crashed: launchers send SIGTERM to the others then."""
+"""Whether a rank that is gone has ended on a signal or crashed: after a crash, launchers send SIGTERM to the others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckpt_core.errors import RankFailedError
 from ckpt_core.storage.lease import lives, this_process
 
 _ANSWER_SECONDS = 5.0
-_WAVE_SECONDS = 3.0  # a signal to a job reaches its last rank at most so long after its first
+_WAVE_SECONDS = 3.0  # a signal to a job reaches its last rank at most this long after its first
 
 
 class Endings:
-    """What a rank knows of the ends of the others; made on all of them.
+    """Tells a rank how other ranks have ended; constructed on all ranks.
 
     Args:
-        store: That rank 0 serves.
+        store: The store that rank 0 serves.
         rank: This process's rank.
         world_size: Number of ranks.
     """
@@ -32,9 +32,9 @@ class Endings:
         self._store.set(f"process/{rank}", json.dumps(this_process()))
 
     def told(self) -> bool:
-        """Note that this rank is told to end; return whether another one is gone that was not. Any thread may ask."""
+        """Record that this rank was told to end; return whether another rank is gone that was not. From any thread."""
         crashed: list[int] = []
-        with contextlib.suppress(RankFailedError):  # rank 0 is gone, and counts nothing more
+        with contextlib.suppress(RankFailedError):  # rank 0, which serves the store, is gone
             self._store.set(f"told/{self._rank}", "")
             deadline = time.monotonic() + _WAVE_SECONDS
             while crashed := [other for other in self._others if not self._is_accounted_for(other)]:
@@ -44,12 +44,12 @@ class Endings:
         return bool(crashed)
 
     def is_rank_gone(self) -> bool:
-        """Whether the process of another rank is over; of one on another machine, nobody knows. Any thread may ask."""
+        """Return whether another rank's process on this machine has ended; other machines are not seen. Any thread."""
         keys = [f"process/{other}" for other in self._others]
         return any(lives(json.loads(self._store.get(key))) is False for key in keys if self._store.has(key))
 
     def _is_accounted_for(self, rank: int) -> bool:
         if self._store.has(f"told/{rank}"):
             return True
-        # on another machine it may be alive: nobody knows, and a signal to the job comes there, too
+        # On another machine it may be alive, which cannot be seen from here; a signal to the job reaches it, too.
         return self._store.has(f"process/{rank}") and bool(lives(json.loads(self._store.get(f"process/{rank}"))))

@@ -1,6 +1,6 @@
-"""Ranks raise together what fails on one of them in a call that all make.
+"""Raise on all ranks what fails on one of them, in a call that all ranks make together.
 
-If that rank alone raised, the job would hang in the next collective.
+If the failing rank alone raised, the job would hang in the next collective.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ckpt_core._commit.announcement import decode_error, encode_error
 
 
 def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequence[Any]] | None) -> None:
-    """Run ``action``; if that raises, raise on every rank. Called on all ranks together.
+    """Run ``action``; if it raises on one rank, raise on every rank. Called on all ranks together.
 
-    ``exchange`` takes plain data of this rank, or None, and returns that of all ranks whose failures count, the first
-    of which is raised, as the same class: through the framework's collectives, or an
-    :class:`~ckpt_core.ranks.Agreement`. It is None for a single process.
+    ``exchange`` takes this rank's failure as plain data, or None, and returns those of all ranks whose failures count,
+    through the framework's collectives or an :class:`~ckpt_core.ranks.Agreement`. A rank without a failure of its own
+    raises the first of these, as the same class. ``exchange`` is None for a single process.
     """
     failure: Exception | None = None
     try:

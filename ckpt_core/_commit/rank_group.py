@@ -1,4 +1,4 @@
-"""The ranks that save together."""
+"""Rank groups: the ranks that save checkpoints together, and the store that connects them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankGroup:
     Args:
         rank: This process's rank.
         world_size: Number of ranks.
-        store: Shared by all of them, and opened for checkpointing alone; None for a single process.
+        store: Shared by all of them, and opened for checkpointing only; None for a single process.
         session: Text that is the same on all ranks and different for every run; letters, digits and dashes.
 
     Examples:
@@ -40,11 +40,11 @@ class RankGroup:
         self.store = store
         self.session = session
         self._series = itertools.count()
-        self._processes = ""  # key of the processes of this machine, one a line
+        self._processes = ""  # store key under which this machine's processes are listed, one per line
 
     @classmethod
     def alone(cls) -> RankGroup:
-        """Return the group of a process that saves for itself."""
+        """Return the group of a single process, which saves on its own."""
         return cls(0, 1, None, uuid.uuid4().hex[:12])
 
     @classmethod
@@ -70,21 +70,21 @@ class RankGroup:
         return group
 
     def find_dead(self) -> list[int]:
-        """Return the other ranks that have connected from this machine and whose processes are over."""
+        """Return the other ranks that have connected from this machine and whose processes have ended."""
         if self.store is None or not self._processes:
             return []
         lines = TimedStore(self.store, answer_within=_ANSWER_SECONDS).lines(self._processes)
         return [rank for rank, process in map(json.loads, lines) if lives(process) is False]
 
     def key(self, purpose: str) -> bytes:
-        """Return a key for a purpose that all ranks know, and nobody else; there are several ranks."""
+        """Return a secret key for a purpose, which only the ranks know; needs a group of several ranks."""
         assert self.store is not None
         return derived_key(self.store, purpose)
 
     def next_series(self) -> str:
-        """Return the name of a new series of saves; the ranks must ask for them in the same order."""
+        """Return the name of a new series of saves; all ranks must call this in the same order."""
         return f"{self.session}-{next(self._series)}"
 
     def close(self) -> None:
-        """Leave the store, which rank 0 serves no more; called on all ranks together, after their last save."""
+        """Drop the store, which ends with rank 0's reference to it; called on all ranks after their last save."""
         self.store = None

@@ -1,7 +1,7 @@
-"""One save of many ranks: each reports that its part is durable, rank 0 commits, and all learn the outcome.
+"""The outcome of a save by many ranks: each reports that its part is durable, rank 0 commits, all learn the outcome.
 
 No collective is involved and no training thread waits: ranks put their reports into the store, from the background, and
-rank 0 collects them. A rank that is missing is named when the time is over, and the save has then failed for all.
+rank 0 collects them. If a rank has not reported in time, the save fails on all ranks, and the error names that rank.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 from ckpt_core.process.threads import do_through
 
-_GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
-_FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come
+_GRACE = 1.25  # other ranks wait longer by this factor, so that rank 0 is the first to find out which rank is missing
+_FIRST_LOOK = 0.1  # seconds after which rank 0 first checks which ranks will not report
 _LAST_LOOK = 1.0
-_UNMATCHED = 16  # so many saves back, ranks that have missed some look for what they have in common
+_UNMATCHED = 16  # how many saves back a rank that has missed some looks for one in common with rank 0
 
-Identity = list[Any]  # path, and step or what is copied: what ranks that save together have in common
+Identity = list[Any]  # path, and step or source path of a copy: equal on all ranks that take part in one save
 
 
 class SaveSeries:
-    """Saves that follow each other, numbered alike on all ranks although none asks another.
+    """A series of saves, numbered equally on all ranks without communication.
 
-    Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of
-    a path that it is not about to save. If two ranks meet with different saves, as after Ctrl-C on one of them, both
-    fail, and later ones find each other again: the other rank looks what rank 0 has saved since, and leaves out what it
-    has already tried.
+    Each call of save has a number. A rank that has missed a call catches up when it finds, under its next number, the
+    outcome of a save to a path other than its own. If rank 0 and another rank meet with different saves, as after
+    Ctrl-C on one of them, both saves fail. Later saves match again: the other rank looks up what rank 0 has saved
+    since, and passes over the saves that it has already tried.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.concluded = 0  # number of the last save that is over, and was the same on rank 0
-        self.unmatched: list[Identity] = []  # what this rank has saved since, while rank 0 saved something else
+        self.unmatched: list[Identity] = []  # this rank's saves since then, during which rank 0 saved something else
         self.opened = 0  # how many saves this rank has begun; on rank 0, the number of the last one
-        self.find_dead: Callable[[], Collection[int]] = tuple  # ranks that will report nothing more
+        self.find_dead: Callable[[], Collection[int]] = tuple  # returns ranks that will report nothing more
         self.name = group.next_series()
 
     def dead(self) -> set[int]:
@@ -51,10 +51,10 @@ class SaveSeries:
 class JointSave:
     """This rank's part in one save. Saves of one series are joined and concluded one after the other.
 
-    ``timeout`` is in seconds, for which a rank whose part is done waits for the others. ``of`` tells saves to one path
-    apart: a step, or the path of what is copied. ``number`` is that of the save on rank 0, where the ranks have agreed
-    on it; otherwise they count alike. Rank 0 asks ``absent``, while it waits, for ranks that certainly do not take
-    part.
+    ``timeout`` is in seconds: how long a rank whose part is done waits for the others. ``of`` distinguishes saves to
+    the same path: a step, or the source path of a copy. ``number`` is the number of the save on rank 0, if the ranks
+    have agreed on it; by default each rank counts its own saves. While rank 0 waits, it calls ``absent``, which returns
+    the ranks that certainly do not take part.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class JointSave:
         self._asked: list[str] = []
         self._path = path
         self._identity: Identity = [path, of]
-        self._is_matched = True  # whether this was rank 0's save of that number, as far as is known
+        self._is_matched = True  # whether rank 0 has the same save under this number, as far as is known
         self._timeout = timeout
-        self._patience = timeout  # for rank 0 to begin the save
+        self._patience = timeout  # seconds to wait for rank 0 to begin the save
         self._rank = group.rank
         if group.store is None and group.world_size > 1:
             raise ValueError("the ranks' connection is closed: connect them again")
@@ -89,13 +89,13 @@ class JointSave:
 
     @property
     def token(self) -> str:
-        """What no other save has, and all ranks of this one have; known when this rank has joined."""
+        """Identifies this save: equal on all its ranks, different for every other save; valid after :meth:`join`."""
         return f"{self._series.name}-{self._number}"
 
     def join(self) -> None:
-        """Tell the others that this rank takes part; if rank 0 does not answer, there is nothing to conclude.
+        """Announce that this rank takes part. If this raises, do not call :meth:`conclude`.
 
-        After Ctrl-C, there is nothing to conclude either: the others know that this rank has given up.
+        It raises ``RankFailedError`` if rank 0 does not answer; Ctrl-C is raised after this rank has reported failure.
         """
         try:
             self._join()
@@ -109,7 +109,7 @@ class JointSave:
         if self._store is None:
             return
         failure = CheckpointError(f"the save failed: {type(error).__name__}: {error}", path=self._path)
-        with contextlib.suppress(CheckpointError):  # the caller raises what has ended the save
+        with contextlib.suppress(CheckpointError):  # the caller raises the error that has ended the save
             if not self._has_joined:
                 self._join()
             if self._rank == 0:
@@ -133,9 +133,9 @@ class JointSave:
             raise
 
     def _is_of_another_save(self, store: TimedStore) -> bool:
-        """Return whether rank 0 saves something else under this number, which this rank is to leave out."""
+        """Return whether rank 0 saves something else under this number, so that this rank passes over the number."""
         outcome, tried = self._outcome(store), self._series.unmatched
-        if tried:  # one of the two has missed a save: see which one rank 0 is at
+        if tried:  # this rank or rank 0 has missed a save: find out which save rank 0 is at
             begun = self._key("begun/0")
             if not store.wait_until(lambda: outcome.is_made or store.has(begun), self._timeout):
                 self._patience = 0.0
@@ -150,12 +150,12 @@ class JointSave:
         if not outcome.is_made:
             return False
         (identity, _), _ = outcome.read()
-        return not self._is_this(identity)  # else the others have given up waiting for this rank
+        return not self._is_this(identity)  # if it is the same save, the others have given up waiting for this rank
 
     def _fail(self, store: TimedStore, identity: Identity, error: CheckpointError) -> None:
-        """Report, on another rank than 0, that this one does not take part, unless it has reported.
+        """Report, on a rank other than 0, that this rank does not take part, unless it has already reported.
 
-        Nor does rank 0 wait until it has heard the outcome.
+        Also acknowledge the outcome in advance, so that rank 0 does not wait for that.
         """
         report = self._key(f"report/{self._rank}")
         if not store.has(report):
@@ -164,11 +164,11 @@ class JointSave:
 
     def _is_this(self, identity: Identity) -> bool:
         (path, of), (own_path, own) = identity, self._identity
-        is_vague = None in (of, own) and not self._series.unmatched  # who refuses a save need not know its step
+        is_vague = None in (of, own) and not self._series.unmatched  # a rank that refuses a save may not know its step
         return bool(path == own_path and (of == own or is_vague))
 
     def ask_rank_0(self, question: str, answer: Callable[[], bool]) -> bool:
-        """Return what ``answer`` returns on rank 0, on all ranks; called between :meth:`join` and :meth:`conclude`."""
+        """Call ``answer`` on rank 0, return its result on all; between :meth:`join` and :meth:`conclude`."""
         if self._store is None:
             return answer()
         said, outcome = Announcement(self._store, self._key(question)), self._outcome(self._store)
@@ -179,15 +179,15 @@ class JointSave:
             return found
         if not self._store.wait_until(lambda: said.is_made or outcome.is_made, self._timeout):
             raise self._too_late([0]) if self._store.has(self._key("begun/0")) else self._not_called([0])
-        # Without an answer there is an outcome, which is the same whatever is answered.
+        # If rank 0 has not answered, the save already has an outcome, which the answer would not change.
         return said.is_made and bool(said.read()[0])
 
     def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]) -> int:
-        """Report what has become of this rank's part, and return the size of the checkpoint once it is committed.
+        """Report the result of this rank's part, and return the size of the checkpoint once it is committed.
 
-        ``report`` is what the committer needs to know of this rank's part, which is durable; or why there is none.
-        ``commit`` is called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None
-        stands for a rank that is absent. A failure is the same on all ranks; a ``RankFailedError`` says that a rank is
+        ``report`` describes this rank's part, which is durable, to ``commit``; or it is the error why there is none.
+        ``commit`` is called on rank 0 only, with the reports of all ranks in rank order, if none has failed; None
+        stands for an absent rank. A failure is raised on all ranks alike; a ``RankFailedError`` means that a rank is
         gone, is stopped, or has not called save.
         """
         try:
@@ -215,7 +215,7 @@ class JointSave:
             series.unmatched = [*series.unmatched, self._identity][-_UNMATCHED:]
 
     def refuse(self, error: CheckpointError) -> int:
-        """Join and let the others know why this rank cannot begin its part; raises what they raise."""
+        """Join, and report ``error``: why this rank cannot begin its part. Raises the same failure as all ranks."""
         self.join()
         return self.conclude(error, lambda _: 0)
 
@@ -241,7 +241,7 @@ class JointSave:
             outcome = self._outcome(store)
             outcome.make([self._identity, size], failure)
             if outcome.linger(len(reported), self._timeout):
-                keep = failure is not None or bool(absent)  # for ranks that were left out of it
+                keep = failure is not None or bool(absent)  # ranks that were left out may still look for these keys
                 self._forget(store, *self._asked, *([] if keep else ["begun/0", "collecting", "collected"]))
                 outcome.delete(keep=keep)
         if failure is not None:
@@ -249,7 +249,7 @@ class JointSave:
         return size
 
     def _collect(self, store: TimedStore) -> tuple[list[int], set[int]]:
-        """Return the other ranks that have reported, and those that are absent, when there is nothing to wait for."""
+        """Wait for reports; return the other ranks that have reported, and those that are absent."""
         deadline = time.monotonic() + self._timeout
         wait, absent = _FIRST_LOOK, set[int]()
         while True:
@@ -258,7 +258,7 @@ class JointSave:
             keys = [self._key(f"report/{rank}") for rank in awaited]
             if not keys or store.wait(keys, max(0.0, min(wait, left))):
                 return awaited, absent
-            if self._absent is not None:  # whoever has begun takes part, whatever is said of it
+            if self._absent is not None:  # a rank that has begun takes part, even if it is in the result
                 absent |= {rank for rank in self._absent() if not store.has(self._key(f"begun/{rank}"))}
             dead = self._series.dead() - absent
             if left <= wait or any(self._lacks(store, rank) for rank in awaited if rank in dead):
@@ -271,7 +271,7 @@ class JointSave:
     def _texts(
         self, store: TimedStore, report: str | CheckpointError, reported: Sequence[int], absent: Collection[int]
     ) -> list[str | None]:
-        """Return the reports of all ranks, in their order, if there is nothing wrong with any."""
+        """Return the reports of all ranks in rank order (None: absent); raise if one failed, differs or is missing."""
         failure: CheckpointError | None = _named(report, 0) if isinstance(report, CheckpointError) else None
         at_once = failure is not None and failure.raised_at_once
         texts: list[str | None] = [None] * self.group.world_size
@@ -289,7 +289,7 @@ class JointSave:
         if failure is None and missing:
             failure = self._missing(store, missing)
         if failure is not None:
-            failure.raised_at_once = at_once  # by whichever rank
+            failure.raised_at_once = at_once  # if that was so on any rank
             raise failure
         return texts
 
@@ -329,13 +329,13 @@ class JointSave:
     def _learn(self, store: TimedStore, report: str | CheckpointError) -> int:
         own_error = report if isinstance(report, CheckpointError) else None
         head = json.dumps([self._identity, None if own_error is None else encode_error(own_error)])
-        self.undecided = True  # also where Ctrl-C ends the wait
+        self.undecided = True  # also if Ctrl-C ends the wait
         store.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
         self._wait_for_outcome(store)
         (identity, size), error = self._outcome(store).read()
         self._is_matched = self._agreed is not None or self._is_this(identity)
         self.undecided = False
-        with contextlib.suppress(RankFailedError):  # rank 0 may be gone by now, as it may
+        with contextlib.suppress(RankFailedError):  # rank 0 may have ended by now, normally
             self._forget(store, f"begun/{self._rank}", f"report/{self._rank}")
             self._outcome(store).heard()
         if error is not None:
@@ -343,7 +343,7 @@ class JointSave:
         return int(size)
 
     def _wait_for_outcome(self, store: TimedStore) -> None:
-        """Return when there is an outcome; rank 0 has its own time for each step on the way to it."""
+        """Return when there is an outcome; each step of rank 0 (begin, collect, commit) has its own time limit."""
         if not store.wait([self._key("collecting")], self._patience):
             if store.has(self._key("begun/0")):
                 raise self._too_late([0])
@@ -383,7 +383,7 @@ class JointSave:
 
 
 def _named(error: CheckpointError, rank: int) -> CheckpointError:
-    """Return the error with the rank it happened on; whoever caught that one, catches this."""
+    """Return an error of the same class whose message begins with the rank that it happened on."""
     named = decode_error({**encode_error(error), "message": f"rank {rank}: {error.message}"})
     named.__cause__ = error
     return named

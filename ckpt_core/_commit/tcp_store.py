@@ -1,8 +1,8 @@
-"""The store through which the ranks talk: opened for checkpointing alone, and asked with a time limit.
+"""The ``TCPStore`` through which the ranks communicate: opened for checkpointing only, with a time limit per request.
 
-torch's server takes requests from everybody who can reach it. So it listens on the loopback interface where all ranks
-are on one machine; and what ranks tell each other is sealed with a secret that the ranks alone have, so that a stranger
-may make a save fail, and can neither invent a report nor an outcome.
+torch's server takes requests from every program that can reach it. So it listens on the loopback interface if all ranks
+are on one machine, and values are sealed with a secret that only the ranks have: another program may make a save fail,
+but can forge neither a report nor an outcome.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 _SHORTEST_PAUSE = 0.001  # seconds
 _LONGEST_PAUSE = 0.5
-# How many processes launchers say there are on this machine, and in all.
+# Environment variables in which launchers give the number of processes on this machine, and in all.
 _COUNTS = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
 
 _secrets: dict[tuple[str, int], bytes] = {}  # of the stores that this process is connected to, by their addresses
@@ -40,8 +40,8 @@ def connect_store(
 ) -> Store:
     """Open a ``TCPStore`` that only checkpointing uses; call it on all ranks together.
 
-    Rank 0 serves; ``broadcast`` sends an object from there to all ranks and returns it. An operation may take
-    ``timeout_seconds`` before it fails.
+    Rank 0 serves it. ``broadcast`` sends an object from rank 0 to all ranks and returns it. An operation fails after
+    ``timeout_seconds``.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     server, address = None, None
@@ -54,7 +54,7 @@ def connect_store(
 
 
 def _serve(world_size: int, timeout: datetime.timedelta) -> tuple[TCPStore, str]:
-    """Return a server, and the address under which the others find it."""
+    """Start the server; return it, and the address at which the other ranks reach it."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     for address in _addresses(host, world_size):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -71,13 +71,13 @@ def _serve(world_size: int, timeout: datetime.timedelta) -> tuple[TCPStore, str]
 
 
 def _addresses(host: str, world_size: int) -> list[str]:
-    """Return the addresses on which it is enough to listen, best first; none if that is not known."""
+    """Return the addresses of which listening on one is enough, best first; none if that is not known."""
     if host == "localhost" or _are_on_one_machine(world_size):
         return ["127.0.0.1", "::1"]
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return []  # what a name means here is not what it means on other machines
+        return []  # a host name may resolve differently here and on other machines
     return [host]
 
 
@@ -90,13 +90,13 @@ def _are_on_one_machine(world_size: int) -> bool:
 
 
 def seal(store: Store, key: str, value: str) -> str:
-    """Return what to put under ``key``, so that the other ranks know that a rank has put it there."""
+    """Return ``value`` with a seal, by which the other ranks know that a rank has stored it under ``key``."""
     secret = _secret_of(store)
     return value if secret is None else f"{_mark(secret, key, value)} {value}"
 
 
 def unseal(store: Store, key: str, sealed: bytes) -> str:
-    """Return the value that was sealed; refuse what no rank has put there."""
+    """Return the value that :func:`seal` has sealed; raise ``RankFailedError`` if no rank has stored it."""
     text = sealed.decode(errors="replace")
     secret = _secret_of(store)
     if secret is None:
@@ -112,10 +112,10 @@ def unseal(store: Store, key: str, sealed: bytes) -> str:
 
 
 def derived_key(store: Store, purpose: str) -> bytes:
-    """Return a key that all ranks of this store know, and nobody else.
+    """Return a secret key for a purpose, which only the ranks of this store know.
 
     Raises:
-        RankFailedError: The store has no secret: :func:`connect_store` has not opened it.
+        RankFailedError: The store has no secret: it was not opened by :func:`connect_store`.
     """
     secret = _secret_of(store)
     if secret is None:
@@ -134,11 +134,11 @@ def _secret_of(store: Store) -> bytes | None:
 
 
 class TimedStore:
-    """A store that rank 0 serves, asked with a time limit.
+    """A client of the store that rank 0 serves, whose requests have a time limit.
 
     torch's client waits for ever for the answer of a server whose process is stopped, so each request has a thread of
-    its own, which is left behind if there is no answer after ``answer_within`` seconds. None asks without a thread,
-    where no answer would stop the training in any case.
+    its own, which is left behind if there is no answer after ``answer_within`` seconds. None makes requests without
+    a thread and a limit, for callers whose training stops anyway if rank 0 does not answer.
     """
 
     def __init__(self, store: Store, *, answer_within: float | None) -> None:
@@ -177,14 +177,14 @@ class TimedStore:
         self._ask(lambda: [self._store.delete_key(key) for key in keys])
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Return whether there is a value under each of ``keys``, waiting for them for so many seconds.
+        """Wait at most ``seconds`` for a value under each of ``keys``; return whether they are there.
 
-        It asks again and again: a request that waits would keep others of this process from the store meanwhile.
+        It polls: a request that waits in the store would block other requests of this process meanwhile.
         """
         return self.wait_until(lambda: self.have(keys), seconds)
 
     def wait_until(self, is_there: Callable[[], bool], seconds: float) -> bool:
-        """Return whether ``is_there``, which asks this store, gets true within so many seconds."""
+        """Poll ``is_there``, which queries this store, for at most ``seconds``; return whether it became true."""
         began = time.monotonic()
         while not is_there():
             waited = time.monotonic() - began
@@ -200,7 +200,7 @@ class TimedStore:
 
         def run() -> None:
             if not claim.acquire(blocking=False):
-                return  # a thread that has begun too late
+                return  # the request was made without this thread, which has begun too late
             try:
                 answers.append(request())
             except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
@@ -223,7 +223,7 @@ class TimedStore:
                 f"rank 0, which keeps the record of a save, has not answered for {self._answer_within:g} s",
                 remedy="find out whether the process of rank 0 is stopped or its machine is overloaded",
             )
-        if isinstance(errors[0], RuntimeError):  # what torch.distributed raises
+        if isinstance(errors[0], RuntimeError):  # raised by torch.distributed
             raise RankFailedError(
                 f"rank 0, which keeps the record of a save, is gone: {str(errors[0]).splitlines()[0]}",
                 remedy="look at the log of rank 0: its process has ended or cannot be reached",
