@@ -1,8 +1,7 @@
-"""Tells loggers of a checkpoint when it is durable, with the values that belong to it.
+"""Delays ``Logger.after_save_checkpoint`` until the checkpoint is durable, and calls it with the values of that save.
 
-Lightning calls ``Logger.after_save_checkpoint`` when ``save_checkpoint`` has returned. Of a save in the background
-there is no file yet then, or still that of the save before: a logger that uploads checkpoints would give it the score
-of this save.
+Lightning calls it when ``save_checkpoint`` has returned. After a background save, the file does not exist yet then, or
+is still that of the previous save: a logger that uploads checkpoints would upload the old file with the new score.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PATHS = ("last_model_path", "best_model_path")
 
 @dataclasses.dataclass
 class _Untold:
-    """A call of a logger that waits for its checkpoint."""
+    """A delayed call of a logger's ``after_save_checkpoint``."""
 
     call: Callable[[], None]
     path: str
@@ -30,7 +29,7 @@ class _Untold:
 
 
 class Observers:
-    """The loggers of one Trainer that look at checkpoints; does nothing unless its plugin saves in the background."""
+    """Delays the calls to one Trainer's loggers; does nothing unless the Trainer's plugin saves in the background."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -69,7 +68,7 @@ class Observers:
         return finalize(*args, **kwargs)
 
     def _view(self, callback: Any) -> Any:
-        # One for each callback: loggers remember which callbacks they know, and look at them again at the end.
+        # One view per callback: loggers keep the callbacks that they were called with, and read them again at the end.
         view = self._views.get(id(vars(callback)))
         if view is None:
             view = self._views[id(vars(callback))] = object.__new__(callback.__class__)
@@ -78,23 +77,23 @@ class Observers:
     def _is_pending(self, untold: _Untold) -> bool:
         if untold.path:
             return bool(self._checkpointer.is_pending(untold.path))
-        return bool(self._checkpointer.pending)  # a callback that does not say what it has saved
+        return bool(self._checkpointer.pending)  # a callback that does not record which path it saved
 
     def tell_ended(self) -> None:
-        """Tell loggers of the checkpoints that are durable by now; never of those whose save has failed."""
+        """Notify loggers of the checkpoints that are durable by now; never of those whose save failed."""
         while self._untold and not self._is_pending(self._untold[0]):
             first = self._untold.pop(0)
             if not first.path or not self._checkpointer.has_failed(first.path):
                 first.call()
 
     def tell_all(self) -> None:
-        """Wait for the background, and tell loggers of what was saved."""
+        """Wait for pending saves, and notify loggers of what was saved."""
         if self._checkpointer is not None:
             self._checkpointer.drain()
             self.tell_ended()
 
     def _before_change(self, path: Any, *, removes: bool) -> None:
-        """A checkpoint is about to be replaced or deleted: call the loggers of older saves while it is there."""
+        """Make the delayed calls of older saves that mention ``path``, before it is replaced or deleted."""
         known, step = self._checkpointer.known_as(path), self._trainer.global_step
         if any(known in untold.mentioned and (removes or untold.step != step) for untold in self._untold):
             self.tell_all()
@@ -106,6 +105,6 @@ class Observers:
 
 
 def _observes(logger: Any) -> bool:
-    """Return whether a logger does anything when it learns of a checkpoint."""
+    """Return whether a logger overrides ``after_save_checkpoint``."""
     bases = [cls for cls in type(logger).__mro__ if "after_save_checkpoint" in vars(cls)]
     return bool(bases) and bases[0].__name__ != "Logger"  # the base class does nothing

@@ -1,4 +1,4 @@
-"""What all of our ``CheckpointIO`` plugins have in common."""
+"""``ReliableCheckpointIO``: the base class of our ``CheckpointIO`` plugins."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ awaited_paths.own_packages.add("lightning_ckpt")
 
 
 class ReliableCheckpointIO(CheckpointIOBase):
-    """A plugin of ours: ``summary`` adds up what its saves cost."""
+    """Base of our plugins; ``summary`` adds up what the saves of one cost."""
 
-    memory: Any = None  # what keeps snapshots in memory during a fit; None if nothing does
+    memory: Any = None  # the MemorySnapshots of the running fit, if it keeps any
     saves_together = False  # whether all ranks save together
 
     def __init__(self, options: CheckpointerOptions) -> None:
         self.options, self.storage_options, self.tiers = options, options.storage_options, options.tiers
         self.summary = RunSummary()
-        self.names_in_use: set[str] = set()  # of checkpoints on a store, which a fit asks when it begins, and no save
+        self.names_in_use: set[str] = set()  # on a store; listed once, when a fit starts, and not again at each save
         self._settings = options.settings(self.summary)
 
     @abstractmethod
@@ -43,10 +43,10 @@ class ReliableCheckpointIO(CheckpointIOBase):
         """The checkpointer of this plugin."""
 
     def before_change(self, path: StrPath, *, removes: bool) -> None:
-        """Called before a checkpoint is saved or deleted; replaced while somebody has to look at what is there now."""
+        """Do nothing; called before a checkpoint is saved or deleted, and replaced while loggers wait for old ones."""
 
     def remove_checkpoint(self, path: StrPath) -> None:
-        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        """Delete a checkpoint once all earlier saves are durable; keep it if the newest of those fails."""
         self.before_change(path, removes=True)
         self.checkpointer.remove(path)
         self.checkpointer.wait_when_touched(path)
@@ -55,7 +55,7 @@ class ReliableCheckpointIO(CheckpointIOBase):
         """Refuse storage options of a single save."""
         if storage_options is not None:
             name = type(self).__name__
-            raise TypeError(  # begins as that of Lightning's own plugin, for those who search for it
+            raise TypeError(  # begins like the message of Lightning's own plugin, so that a search finds both
                 f"`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
                 f"`{name}`. Please implement your custom `CheckpointIO` to define how you'd like to use "
                 f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
@@ -64,9 +64,9 @@ class ReliableCheckpointIO(CheckpointIOBase):
     def load_other_layout(
         self, path: StrPath, failure: CheckpointError, *, map_location: Any | None, weights_only: bool | None
     ) -> dict[str, Any]:
-        """Return a checkpoint of another layout: a file, a directory, or one of Lightning's strategies.
+        """Load a checkpoint of another layout: a file, a directory, or one of Lightning's strategies.
 
-        Where it is of none of these, ``failure`` is raised: why it is not of the plugin's own layout.
+        If it has none of these layouts, ``failure`` is raised, which says why it does not have the plugin's own.
         """
         from ckpt_core.interchange import load_whole
 

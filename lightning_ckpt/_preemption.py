@@ -1,12 +1,12 @@
-"""What is done between two batches, of which signals and saves in the background may tell at any time.
+"""Acts between two batches on signals and notices that the run is to end, and on background saves that are durable.
 
-SLURM's requeue signal and SIGTERM: their handlers only note them. A handler that saves, or tells the other ranks, waits
-for ranks that are in the gradient exchange of the very batch that it has interrupted. All ranks save, requeue or end at
-the same boundary, also where one of them alone was signalled. So it is with other notices that the run is to end.
+Handlers of SIGTERM and of SLURM's requeue signal only note the signal. A handler that saved, or notified the other
+ranks, would wait for ranks that are in the gradient exchange of the batch that the signal interrupted. Instead, all
+ranks save, requeue or end at the same boundary, even if only one was signalled. Other notices are treated alike.
 
-Memory for the copies of asynchronous saves: it is reserved when the optimizers have their state.
+Memory for the copies of asynchronous saves is reserved once the optimizers have their state.
 
-Loggers that upload checkpoints: they learn of one when it is durable (:mod:`lightning_ckpt._observers`).
+Loggers that upload checkpoints are called once a checkpoint is durable (:mod:`lightning_ckpt._observers`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _TERMINATE = "SIGTERM"
 
 
 def watch_boundaries(trainer: Any) -> None:
-    """Let a Trainer act on signals and tell its loggers of checkpoints between two batches, until it is torn down.
+    """Make a Trainer act on signals, and notify its loggers of checkpoints, between batches until it is torn down.
 
-    Called on all ranks together, in ``setup``, where a plugin or callback of ours is used. Does nothing a second time,
-    and nothing where ``setup`` is called without a run, as in tests: nobody would tear it down.
+    Called on all ranks together, in ``setup``, if a plugin or callback of ours is used. Does nothing if called again,
+    or if ``setup`` is called without a run, as in tests, because nothing would tear it down.
     """
     if vars(trainer).get(_ATTRIBUTE) is not None or trainer.state.status != "running":
         return
@@ -59,7 +59,7 @@ def watch_boundaries(trainer: Any) -> None:
 class _Between(Live):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._open = contextlib.ExitStack()  # what was begun, should the rest fail
+        self._open = contextlib.ExitStack()  # what _close has to undo, also if the rest of __init__ fails
         self._observers = Observers(trainer)
         self._open.callback(self._observers.close)
         self._start = _Start(trainer)
@@ -79,11 +79,11 @@ class _Between(Live):
             self._start.endings = Endings(store, rank, world_size)
         self._meeting = Meeting(store, rank, world_size, is_rank_gone=self._is_rank_gone)
         self._open.callback(self._meeting.close)
-        self._told: set[str] = set()  # what this rank was told, and has not acted on
+        self._told: set[str] = set()  # reasons to end that this rank has noted and not yet acted on
         self._requeue = self._terminate = None
         if is_connected or trainer.world_size == 1:
             self._requeue = self._boundaries.instead_of_requeue(lambda: self._meeting.ask(_REQUEUE))
-        # Lightning's handler for a single process only notes the signal, too, and ends before this can save or requeue.
+        # With one process, Lightning's handler also only notes SIGTERM, but the run would end before we save or requeue
         self._saver = next((cb for cb in trainer.callbacks if getattr(cb, "preemption", None) is not None), None)
         is_ours = self._saver is not None or self._boundaries.requeue_signal is not None
         if is_connected or (is_ours and trainer.world_size == 1):
@@ -134,15 +134,15 @@ class _Between(Live):
     def _close(self) -> None:
         vars(self._trainer).pop(_ATTRIBUTE, None)
         self._open.close()
-        # What came after the last boundary: saves are durable by now, and whoever told this process to end waits.
+        # Signals after the last boundary: all saves are durable by now, and the sender waits for this process to end.
         if self._told and self._terminate is not None and self._trainer.state.status != "interrupted":
             self._terminate(exit_status(self._told))
 
 
 class _Start:
-    """Until Lightning has its handlers, SIGTERM does what it does without us; but that start counts as no crash.
+    """Handles SIGTERM until Lightning has registered its handlers: it has its usual effect, but is not a crash.
 
-    It does count where another rank is gone that was not told to end.
+    ``resume="auto"`` does count the start as a crash if another rank died without having been signalled.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -151,7 +151,7 @@ class _Start:
         self._begun = itertools.count()
         self._is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         self._notes = SignalNotes([_TERMINATE], self._told)
-        self._threads: list[SignalThread] = []  # one, unless the program has its own handler
+        self._threads: list[SignalThread] = []  # one, or none if the program has its own handler
         if self._is_default and threading.current_thread() is threading.main_thread():
             self._threads.append(SignalThread(self._heard, self._in_child))
 
@@ -184,7 +184,7 @@ def _auto_resumes(trainer: Any) -> list[Any]:
 
 
 def _reserve_memory(trainer: Any) -> None:
-    """Let the plugin of a Trainer allocate memory for its asynchronous saves, when its optimizers have their state."""
+    """Make the Trainer's plugin allocate memory for asynchronous saves; called once the optimizers have their state."""
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
     callbacks = trainer.checkpoint_callbacks
     if not isinstance(plugin, ReliableCheckpointIO) or plugin.options.strategy == "sync" or not callbacks:
@@ -192,6 +192,6 @@ def _reserve_memory(trainer: Any) -> None:
     if isinstance(plugin.checkpointer, Checkpointer) and (
         not trainer.is_global_zero or strategy.restore_checkpoint_after_setup
     ):
-        return  # one rank writes the file; what it gathers of sharded strategies is not known here
+        return  # one rank writes the file; how much it gathers from sharded strategies is not known here
     weights_only = all(getattr(callback, "save_weights_only", False) for callback in callbacks)
     plugin.checkpointer.reserve([trainer.lightning_module], [] if weights_only else trainer.optimizers)

@@ -1,4 +1,4 @@
-"""Lightning's side of the flight recorder: what of a fit is recorded, and how the user hears of it."""
+"""Lightning's side of the flight recorder: records the batches of a fit, and reports differences after a resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Recording(Live):
         self._fetched: collections.deque[tuple[int, int | None, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
 
     def look(self) -> None:
-        """Look again for the weights of which a sample is compared: hooks may have made other ones."""
+        """Choose the sampled weights again, because hooks may have replaced them."""
         self._weights = WeightSample(self._trainer.lightning_module)
 
     def told(self) -> None:
@@ -54,13 +54,13 @@ class Recording(Live):
         self._recorder.resume(saved, known_inexact=known_inexact)
 
     def fetched(self, index: int, rng: RngState | None, batch: Any) -> None:
-        """Note a batch of the epoch as it came from the loaders, and the random generators before it was fetched."""
+        """Note a batch of the epoch as fetched from the loaders, and the random generators before the fetch."""
         if self._is_inside:
             return
         self._fetched.append((index, None if rng is None else digest_generators(rng), digest_batch(batch)))
 
     def read_again(self, index: int, batch: Any) -> bool | None:
-        """Return whether a batch that was read again to get to the checkpoint's place is the same; None if unknown."""
+        """Return whether a batch, read again to reach the checkpoint's position, is the same; None if unknown."""
         return self._recorder.read_again(self._trainer.current_epoch, index, digest_batch(batch))
 
     def batch_ended(self, outputs: Any, batch_idx: int) -> None:
@@ -68,7 +68,7 @@ class Recording(Live):
         if self._is_inside:
             return
         trainer = self._trainer
-        # the last of that number: short epochs, and fits that a callback runs in between, have others
+        # the latest with this index: short epochs, and fits that a callback runs in between, reuse indices
         found = ((g, d) for index, g, d in reversed(self._fetched) if index == batch_idx)
         generators, data = next(found, (None, None))
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -93,7 +93,7 @@ class Recording(Live):
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Record nothing: a callback runs the loops itself, and restores afterwards what it has trained."""
+        """Record nothing while a callback runs the loops itself; it restores afterwards what it has trained."""
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -122,6 +122,6 @@ class Recording(Live):
             plugin.checkpointer.notify(event)
 
     def take_alarm(self) -> str:
-        """Return what rank 0 is to warn of for this rank, once."""
+        """Return the alarm of this rank, once; rank 0 warns about it."""
         alarm, self._alarm = self._alarm, ""
         return alarm

@@ -1,7 +1,7 @@
-"""What a Trainer does in a process of a rehearsal: it saves, takes notes of each step, and ends early.
+"""Lightning's side of a rehearsal: in its processes, a Trainer saves, takes notes of each step, and ends early.
 
-The script stays as it is. Its checkpoints go elsewhere, its loggers write nothing, and what comes after the training is
-not done. The processes are those of ``ckpt rehearse``, or of a Trainer that rehearses its own script before it trains.
+The script is not changed. Its checkpoints go to another directory, its loggers write nothing, and code after the
+training is not run. The processes are started by ``ckpt rehearse``, or by a Trainer that rehearses its own script.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce
 
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
-_TEST_RUNNERS = ("pytest", "py.test")  # their tests, run again, would not come to this fit first
+_TEST_RUNNERS = ("pytest", "py.test")  # started again, they would run other tests before this fit
 _IN_PLACE = "leave out rehearse, and give the command that starts the training to `ckpt rehearse -- COMMAND`"
 
 
 def rehearse_if_asked() -> None:
-    """Let the first fit of a Trainer be rehearsed, if this process was started for it."""
+    """Make the first fit of this process a rehearsal, if the process was started for one."""
     plan = _plan()
     if plan is not None:
         in_place_of_paths(_begin, plan.directory)
@@ -55,16 +55,16 @@ def rehearse_if_asked() -> None:
 
 
 def is_rehearsed() -> bool:
-    """Return whether this process is one of a rehearsal."""
+    """Return whether this process belongs to a rehearsal."""
     return _plan() is not None
 
 
 def rehearse_this_script(trainer: Any, *, is_strict: bool) -> None:
-    """Start the script of this process again, as ``ckpt rehearse`` does, and say whether its resumes are exact.
+    """Rehearse the script of this process, as ``ckpt rehearse`` does, and report whether its resumes are exact.
 
     Raises:
-        CheckpointError: The process cannot be started again by its command. If ``is_strict``, also where a resume is
-            not exact, or the script cannot be rehearsed.
+        CheckpointError: The process cannot be started again by its command. If ``is_strict``, also if a resume is not
+            exact, or the script cannot be rehearsed.
     """
     _refuse_other_launchers(trainer)
     if not trainer.is_global_zero:
@@ -92,7 +92,7 @@ def rehearse_this_script(trainer: Any, *, is_strict: bool) -> None:
 def _refuse_other_launchers(trainer: Any) -> None:
     environment = getattr(trainer.strategy, "cluster_environment", None)
     is_launched = environment is not None and environment.creates_processes_externally
-    # ranks that Lightning has launched look as if somebody else had: its first one does not
+    # in all but the first rank, Lightning's own launcher looks like an external one
     by_lightning = type(environment).__name__ == "LightningEnvironment" and not trainer.is_global_zero
     if trainer.num_nodes > 1 or (is_launched and not by_lightning):
         raise CheckpointError(
@@ -111,7 +111,7 @@ def _command_of_this_process() -> list[str]:
             remedy=_IN_PLACE,
         )
     words = sys.orig_argv[1:]
-    # relative to the directory that the process was started in, which the script may have left
+    # the command may name the script relative to the start directory, which the script may have left
     names = [os.path.basename(word) for word in words]
     if os.path.basename(str(file)) in names:
         words[names.index(os.path.basename(str(file)))] = os.path.abspath(str(file))
@@ -162,9 +162,9 @@ class _Logger(DummyLoggerBase):
 
 
 class Rehearsal(Live, CheckpointBase):
-    """Saves where the plan says, and takes notes after each batch.
+    """Saves at the points of the plan, and takes notes after each batch.
 
-    It is a ``Checkpoint`` so that, like those that save for the user, it is called after callbacks like EarlyStopping.
+    It is a ``Checkpoint`` so that, like the user's checkpoint callbacks, it runs after callbacks such as EarlyStopping.
     """
 
     def __init__(self, plan: Plan, logger: _Logger) -> None:
@@ -178,7 +178,7 @@ class Rehearsal(Live, CheckpointBase):
         self._middle = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._go_behind(trainer)  # all others, also those that the module has brought
+        self._go_behind(trainer)  # behind all others, including those of the module's configure_callbacks
         self._notes = Notes(self._plan, trainer.global_rank)
         if self._plan.resume is not None:
             self._notes.resumed()
@@ -191,7 +191,7 @@ class Rehearsal(Live, CheckpointBase):
         most = self._batches if self._batches is not None else (self._plan.steps or 1) * window
         if known is not None and trainer.max_epochs not in (None, -1):
             most = min(most, known * trainer.max_epochs)
-        # of the second epoch, if there is one: by then, hooks of an epoch's start have run twice
+        # in the middle of the second epoch, if there is one: by then, the hooks of an epoch's start have run twice
         if known is not None:
             self._middle = known + max(1, known // 2) if most > known + known // 2 + window else min(known, most) // 2
         else:
@@ -237,7 +237,7 @@ class Rehearsal(Live, CheckpointBase):
             self._save(trainer, "epoch-end")
         if self._plan.ranks is not None and self._notes.handed:
             self._leave(trainer)
-        # If the training is over, nobody's on_train_end comes before that of this one, which ends the process.
+        # If training is over, this callback's on_train_end ends the process: it must run before those of all others.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -268,7 +268,7 @@ class Rehearsal(Live, CheckpointBase):
         self._notes.leave()
 
     def _impossible(self, trainer: Any) -> set[str]:
-        """The points that no training of this script would come to."""
+        """Return the points that training with this script never reaches."""
         possible = {"accumulation": trainer.accumulate_grad_batches > 1, "validation": trainer.enable_validation}
         return {point for point, occurs in possible.items() if not occurs}
 

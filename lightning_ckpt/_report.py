@@ -1,4 +1,4 @@
-"""The lines on the Trainer's console that say what a run resumed from and what its checkpoints have cost."""
+"""Prints what a run resumed from and what its checkpoints have cost, on the Trainer's console and to its loggers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def announce(trainer: Any, message: str) -> None:
 
 
 def summary_of(trainer: Any) -> RunSummary | None:
-    """Return what our plugin on a Trainer has added up; None with any other plugin."""
+    """Return the totals of our plugin on a Trainer; None with any other plugin."""
     plugin = trainer.strategy.checkpoint_io
     return plugin.summary if isinstance(plugin, ReliableCheckpointIO) else None
 
 
 def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any]) -> Callable[[str], str]:
-    """Return what makes the line about a resume, when the Trainer's counters are as they were.
+    """Return a function that formats the line about a resume; call this once the Trainer's counters are restored.
 
-    ``progress`` are those of the training loop. It is told whether the resume is exact, or what else comes of it.
+    ``progress`` holds the counters of the training loop. The function takes the outcome: ``"exact"``, or why not.
     """
     batch = progress["batch"]["current"]["processed"]
     point = ResumePoint(path, trainer.global_step, trainer.current_epoch, batch)
@@ -47,7 +47,7 @@ def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any]) -> Ca
 
 
 class RunReport(Live):
-    """Says what the checkpoints of one fit have cost: to its loggers after each save, on the console at its end."""
+    """Reports what the checkpoints of one fit cost: to its loggers after each save, on the console at its end."""
 
     def __init__(self, trainer: Any, *, log_metrics: bool) -> None:
         self._trainer = trainer
@@ -60,7 +60,7 @@ class RunReport(Live):
             self._plugin.summary.say = functools.partial(announce, trainer)
 
     def training_starts(self, directory: Any) -> None:
-        """Note that the fit, whose checkpoints are in a directory, trains from now on."""
+        """Notify listeners that training starts; ``directory`` is that of its checkpoints."""
         if self._plugin is not None:
             path, step = self._trainer.ckpt_path, self._trainer.global_step
             at = self._plugin.checkpointer.known_as(path or directory or ".")
@@ -68,20 +68,20 @@ class RunReport(Live):
         self._begin = time.monotonic()
 
     def training_ends(self, directory: Any) -> None:
-        """Note that the fit has trained to its end."""
+        """Notify listeners that training has reached its end."""
         if self._plugin is not None:
             at = self._plugin.checkpointer.known_as(directory or ".")
             self._plugin.checkpointer.notify(TrainingEnded(path=at, step=self._trainer.global_step))
 
     def tell_loggers(self) -> None:
-        """Give the loggers the figures of the last save that has ended, if they have not got them."""
+        """Log the figures of the last finished save, unless they were logged already."""
         if self._log_metrics and self._plugin is not None:
             metrics = self._plugin.summary.new_metrics(time.monotonic() - self._begin)
             for logger in self._trainer.loggers if metrics and self._trainer.is_global_zero else []:
                 logger.log_metrics(metrics, step=self._trainer.global_step)
 
     def close(self) -> None:
-        """Tell the loggers of the last save, print the line about the run, and write the page, if it is wanted."""
+        """Log the figures of the last save, print the summary line, and write the report page if one is configured."""
         if self._plugin is None:
             return
         self.tell_loggers()

@@ -21,14 +21,14 @@ from lightning_ckpt._private.hooks import before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
 
 STATE_KEY = "lightning_ckpt"
-# its value says why a checkpoint has no exact state although the callback is there
+# the value of this key says why a checkpoint has no exact state although the callback is on the Trainer
 NO_STATE_KEY = "lightning_ckpt_no_exact_state"
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 _RAY_REPORT = "lightning_checkpoints-job_id="  # in the paths of Ray's RayTrainReportCallback
 
 
 class TorchFileIO(ReliableCheckpointIO):
-    """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
+    """Base of the plugins that write one file: a :class:`ckpt_core.Checkpointer` behind Lightning's interface."""
 
     def __init__(self, options: CheckpointerOptions) -> None:
         super().__init__(options)
@@ -39,7 +39,7 @@ class TorchFileIO(ReliableCheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        before_setup(_watch)  # in a process that was spawned, too
+        before_setup(_watch)  # a spawned process unpickles the plugin, and has no hooks yet
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -101,7 +101,7 @@ class TorchFileIO(ReliableCheckpointIO):
             state: dict[str, Any] = self.reader_of(path).load(path, map_location=location, weights_only=weights_only)
         except (CheckpointNotFoundError, StorageError) as error:
             failure: CheckpointError = error
-            if isinstance(error, CheckpointNotFoundError):  # in the words of Lightning's own plugin
+            if isinstance(error, CheckpointNotFoundError):  # with the message of Lightning's own plugin
                 failure = CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=error.path)
             return self.load_other_layout(path, failure, map_location=map_location, weights_only=weights_only)
         return state
@@ -130,17 +130,17 @@ def _watch(trainer: Any) -> None:
 
 
 def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
-    """Return False where waiting costs no training, and a caller may rely on the file as soon as the save returns."""
+    """Return False if the caller may rely on the file as soon as the save returns, and waiting delays no training."""
     if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
         return False  # SLURM ends this process when it requeues the job
     if _RAY_REPORT in os.fspath(path):
-        return False  # copied next by native code, which does not wait by itself
+        return False  # Ray copies it next, in native code that does not wait for pending saves
     try:
         epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
         # Equal between epochs: before fit, after it, and when it ends.
         return bool(epochs["ready"] != epochs["completed"])
     except (KeyError, TypeError):
-        return True  # not a Trainer's: Fabric's, or bare weights
+        return True  # not a Trainer's checkpoint: Fabric's, or only weights
 
 
 class SyncCheckpointIO(TorchFileIO):

@@ -12,9 +12,9 @@ _Module = TypeVar("_Module")
 
 
 def load_from_checkpoint(cls: type[_Module], path: StrPath, **kwargs: Any) -> _Module:
-    """Do as ``cls.load_from_checkpoint``, also for a directory: ours, or of Lightning's sharded strategies.
+    """Load a module as ``cls.load_from_checkpoint`` does, also from a directory: ours, or Lightning's sharded ones.
 
-    In a program that has made a :class:`~lightning_ckpt.ShardedCheckpointIO`, ``cls.load_from_checkpoint`` does so too.
+    Once a program has created a :class:`~lightning_ckpt.ShardedCheckpointIO`, ``cls.load_from_checkpoint`` does so too.
 
     Args:
         cls: A ``LightningModule`` or ``LightningDataModule``.
@@ -22,7 +22,7 @@ def load_from_checkpoint(cls: type[_Module], path: StrPath, **kwargs: Any) -> _M
         kwargs: As for ``cls.load_from_checkpoint``: ``map_location``, ``strict``, ``weights_only``, hyperparameters.
 
     Raises:
-        CheckpointError: The directory is damaged, or no Trainer has saved it.
+        CheckpointError: The directory is damaged, or was not saved by a Trainer.
 
     Example::
 

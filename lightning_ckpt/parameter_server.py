@@ -1,4 +1,4 @@
-"""A stock Trainer as a worker of an asynchronous training with parameter servers."""
+"""``ParameterServerWorker``: makes a stock Trainer a worker of asynchronous training with parameter servers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["ParameterServerWorker"]
 
 
 class ParameterServerWorker(CallbackBase):
-    """Makes each batch's randomness its own, refuses what cannot work, and stays until the whole training is over.
+    """Seeds the generators for each batch, refuses settings that cannot work, and waits for the end of the training.
 
     The rest is done by :class:`~ckpt_async.parameter_server.RemoteOptimizer`, which ``configure_optimizers`` returns.
-    Each worker is a Trainer of its own on one device. Checkpoints are the coordinator's: the Trainer's own hold nothing
-    of the servers.
+    Each worker is a separate Trainer on one device. The coordinator saves the checkpoints; those of the Trainer contain
+    no state of the servers.
 
     Args:
         client: The worker's connection, made from the parameters of the same module.
@@ -79,7 +79,7 @@ class ParameterServerWorker(CallbackBase):
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        # Validation and the loader have used the generator since the parameters were pulled.
+        # Validation and the loader may have used the generator since the parameters were pulled.
         self._client.reseed()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -1,7 +1,7 @@
-"""The callback that makes a Lightning run resume bit for bit.
+"""``ResumableCheckpoint``: the callback with which a Lightning run resumes bit for bit.
 
-It is a ``ModelCheckpoint`` that also works with our plugins: failures, copies instead of second saves, verified
-look-ups.
+It is a ``ModelCheckpoint`` that also raises failures of background saves on all ranks, copies a checkpoint instead of
+saving it twice, and resumes from the newest checkpoint that verifies.
 """
 
 # Without "from __future__ import annotations", because parsers such as LightningCLI read annotations as types.
@@ -74,7 +74,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
 _PREEMPTED = "preempted-step="
 _JUST_IN_TIME = "just-in-time-step="
-_DRAIN_SECONDS = 5.0  # for a save of all ranks that only waits for the disk, when one of them has died
+_DRAIN_SECONDS = 5.0  # after a rank has died: enough for a pending sharded save that only waits for the disk
 _NOT_EMPTY = "exists and is not empty"  # in Lightning's warning
 
 
@@ -108,9 +108,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
         data_resume: How loaders get back to their position. ``"auto"``: by skipping in the sampler, by the loader's own
             state if it has one, otherwise by reading again. ``"replay"``: always by reading again, which is slow but
             only requires a deterministic dataset.
-        recorder: Whether each rank records its steps in a small file beside the checkpoints. A resumed run compares the
-            steps that it repeats, and reports whether they are equal. There is no file for a directory on a store, or
-            with ``exact=False``.
+        recorder: Whether each rank records its steps in a small file next to the checkpoints. A resumed run compares
+            the steps that it repeats, and reports whether they are equal. There is no file for a directory on a store,
+            or with ``exact=False``.
         retention: Which checkpoints of this callback to keep in addition to those of ``save_top_k``: a policy of
             :mod:`ckpt_core.policies`, or its text (``"latest=2,every_steps=1000"``). A checkpoint is deleted when
             neither wants it. With ``save_top_k=-1``, which keeps all, only the policy decides. The best, the last, the
@@ -143,8 +143,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         rehearse: Whether the first ``fit`` of a new run first runs the script again, in separate processes, and reports
             whether resumes are exact, as ``ckpt rehearse`` does. If one is not, it warns and trains. ``"strict"``: it
             raises instead.
-        just_in_time: Whether, when a rank dies under DDP or HSDP, others save ``just-in-time-step=N.ckpt``, so that the
-            restart repeats at most one step. A number: for how many seconds survivors wait for each other (15).
+        just_in_time: Whether, when a rank dies under DDP or HSDP, the others save ``just-in-time-step=N.ckpt``, so that
+            the restart repeats at most one step. A number: for how many seconds survivors wait for each other (15).
 
     Raises:
         CheckpointError: At the start of a fit: this release of Lightning is not supported, or ``rehearse`` cannot run
@@ -205,7 +205,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._auto_interval: AutoInterval | None = None
         self._memory_options = None if memory_every_n_steps is None else (memory_every_n_steps, memory_dir)
         if memory_every_n_steps is not None:
-            MemoryTier("run", every=memory_every_n_steps, root=memory_dir)  # refuses what makes no sense
+            MemoryTier("run", every=memory_every_n_steps, root=memory_dir)  # checks the options
             if resume is None and dirpath is None:
                 raise ValueError(
                     "memory_every_n_steps needs dirpath or resume='auto': without them, each start uses another "
@@ -256,7 +256,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
         self._resumed: ResumePoint | None = None
-        self._last_found: list[CheckpointInfo] | None = None  # by ckpt_path="last" of the fit that begins
+        self._last_found: list[CheckpointInfo] | None = None  # for ckpt_path="last" of the fit that starts
         self._preemption = Preemption.of(preempt)
         self._is_ending = False
         self._auto = AutoResume(resume_attempts) if resume == "auto" else None
@@ -274,7 +274,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._seconds_since_check: float | None = None
         self._being_saved: tuple[str, int] | None = None
         self._resumes = True
-        self._has_moved = False  # the directory, since the checkpoint that the run resumes from
+        self._has_moved = False  # whether the directory was moved since the checkpoint that the run resumes from
         before_look_ups(_introduce)
         if self._auto is not None:
             without_a_path(find_resume, ExactState.resumed_ahead)
@@ -284,17 +284,17 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        before_look_ups(_introduce)  # in a process that was spawned, too
+        before_look_ups(_introduce)  # a spawned process unpickles the callback, and has no hooks yet
         if self._auto is not None:
             without_a_path(find_resume, ExactState.resumed_ahead)
         rehearse_if_asked()
 
     def meet(self, trainer: Any) -> None:
-        """Learn from the plugin of a Trainer how to reach the checkpoints."""
+        """Take from the Trainer's plugin how to access the checkpoints: its storage options and tiers."""
         plugin = trainer.strategy.checkpoint_io
         self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
         if self._auto is not None and self.dirpath is None:
-            self.dirpath = stable_directory(trainer)  # the logger's directory is another one at each start
+            self.dirpath = stable_directory(trainer)  # the logger's directory is a new one at each start
         self._lookup.levels = self._levels_of_names()
         if self._plugin is None:
             self._lookup.reach_by(None, None)
@@ -302,8 +302,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._lookup.reach_by(self._plugin.storage_options, self._plugin.tiers)
 
     def _levels_of_names(self) -> int:
-        """Return how many directories below its own the names of checkpoints lead, as ``{val/loss}`` does."""
-        with contextlib.suppress(Exception):  # a pattern that fails without values; the save reports it
+        """Return how many subdirectories of ``dirpath`` the filename pattern adds: one for ``{val/loss}``."""
+        with contextlib.suppress(Exception):  # the pattern may fail without values; the save reports it
             name = self._format_checkpoint_name(self.filename, {}, auto_insert_metric_name=self.auto_insert_metric_name)
             return os.path.normpath(name).count("/")
         return 0
@@ -316,7 +316,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self.meet(trainer)
         with warnings.catch_warnings(record=True) as caught:
             super().setup(trainer, pl_module, stage)
-        for each in caught:  # if the run resumes, the directory is meant not to be empty
+        for each in caught:  # held back until on_train_start: if the run resumes, the directory may be full
             if stage == "fit" and _NOT_EMPTY in str(each.message):
                 self._not_empty = each
             else:
@@ -327,14 +327,14 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._auto is not None and stage == "fit":
             self._auto.begin(trainer)
         if stage != "fit":
-            self._last_found = None  # it is for a fit only
+            self._last_found = None  # only a fit uses it
             if self.exact and self._is_first(trainer):
                 ExactState.evaluation_begins(trainer, getattr(stage, "value", stage), self._warn_inexact)
         if stage == "fit":
             self._is_ending = False
             self._has_trained = True
-            # One watch per Trainer: several would announce a failure several times. The last callback has it, which
-            # must wait for what all of them save on an exception.
+            # One watch per Trainer, so that a failure is reported once. The last callback owns it, because it must wait
+            # for what all callbacks save on an exception.
             if _callbacks_of(trainer)[-1] is self:
                 self._watch = OutcomeWatch(trainer)
             self._auto_interval = None if self._interval is None else AutoInterval(self._interval, trainer)
@@ -346,7 +346,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
 
     def _look_at_directory(self) -> None:
-        """Refuse a directory in which no checkpoint could be saved, and learn which names are in use on a store."""
+        """Raise if no checkpoint can be saved in ``dirpath``; on a store, note which names are in use."""
         directory = os.fspath(self.dirpath or "")
         catalog = self._lookup.catalog(directory)
         catalog.refuse_unwritable()
@@ -363,7 +363,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._after_hooks("on_validation_end", functools.partial(super().on_validation_end, trainer, pl_module))
 
     def _after_hooks(self, name: str, save: Callable[[], None]) -> None:
-        # the checkpoint is to hold what the module's own hook changes and logs
+        # the module's hook runs after the callbacks' hooks, and the checkpoint must include what it changes and logs
         if self._state is not None:
             self._state.after_hooks(name, save)
         else:
@@ -408,11 +408,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS):
             plugin.checkpointer.drain()  # so that all ranks know of a failure before the save below
-            plugin.checkpointer.take_failure()  # already logged; raised, it would hide the exception
+            plugin.checkpointer.take_failure()  # already logged; raising it would hide the exception
         try:
             if self._is_ending:
-                pass  # it has been saved
-            # an exception on one rank only: Lightning's part of a save would wait for the others for ever
+                pass  # save_before_end or _save_just_in_time has saved
+            # if only this rank has raised, the collectives in Lightning's save would wait for the others forever
             elif not self.save_on_exception or self._state is None or self._state.gathering.all_are_here():
                 super().on_exception(trainer, pl_module, exception)
             else:
@@ -424,7 +424,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._report is not None:
             self._report.tell_loggers()
         if self._recording is not None:
-            self._recording.close()  # Lightning calls no teardown after an exception, and a search may raise often
+            self._recording.close()  # no teardown follows an exception, and in a search many trials may raise
         self._end_memory(keep=not self._is_ending)
         if self._auto is not None and _is_no_crash(exception):
             self._auto.end(trainer)
@@ -492,7 +492,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 warnings.warn(no_rescue(problem), stacklevel=2)
 
     def _begin_recording(self, trainer: Any) -> None:
-        # one record of a Trainer: the first callback that wants it
+        # one recording per Trainer, by the first callback that asks for it
         wants = (callback for callback in _callbacks_of(trainer) if callback.exact and callback.recorder)
         is_first = next(wants, None) is self
         if self._state is not None and self._recording is None and is_first and not trainer.fast_dev_run:
@@ -502,7 +502,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     # ---- snapshots in memory -----------------------------------------------------------------------------------------
 
     def _memory_tier(self, trainer: Any) -> MemoryTier | None:
-        if self._memory_options is None or is_rehearsed():  # whose processes end without a clean-up
+        if self._memory_options is None or is_rehearsed():  # the processes of a rehearsal end without a clean-up
             return None
         every, root = self._memory_options
         return MemoryTier(checkpoint_directory(self, trainer), every=every, root=root)
@@ -533,7 +533,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             memory.close(keep=keep)
 
     def _forget_what_was_not_saved(self, trainer: Any) -> None:
-        """Forget saves that a crash has ended after the run's newest state was taken, and what was not moved along."""
+        """Drop paths from the restored state if a crash ended their save, or they were not moved with the directory."""
         tier, directory = self._memory_tier(trainer), os.fspath(self.dirpath or "")
         resumed = os.fspath(trainer.ckpt_path or "")
         is_just_in_time = os.path.basename(resumed).startswith(_JUST_IN_TIME)
@@ -542,7 +542,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         infos = self._lookup.catalog(directory).checkpoints()
         there = {info.name for info in infos}
         self._forget(lambda path: os.path.basename(path) not in there)
-        if self.monitor is None and not self.best_model_path:  # the next save replaces it
+        if self.monitor is None and not self.best_model_path:  # so that the next save replaces this one
             own = (
                 info.path
                 for info in infos
@@ -587,7 +587,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def _fs(self) -> Any:
-        """Where ``ModelCheckpoint`` looks for files."""
+        """The filesystem in which ``ModelCheckpoint`` looks for files."""
         return self._filesystem
 
     @_fs.setter
@@ -606,7 +606,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         self._copy_of = self._saved_by_this_trigger if _saves_through_plugin(trainer.strategy) else None
         if self._last_checkpoint_saved == self._last_model_path:
-            self._last_checkpoint_saved = ""  # Lightning 2.5.0 would replace it by a link to itself
+            self._last_checkpoint_saved = ""  # Lightning 2.5.0 would replace the file with a link to itself
         try:
             with self._decides():
                 super()._save_last_checkpoint(trainer, monitor_candidates)
@@ -641,9 +641,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if not isinstance(plugin, _PLUGINS) or not _saves_through_plugin(trainer.strategy):
             super()._link_checkpoint(trainer, filepath, linkpath)
         elif self.file_exists(filepath, trainer):
-            # A symbolic link would lead nowhere until the file is written, and Lightning deletes the old one first.
+            # A symbolic link would dangle until the file is written, and Lightning deletes the old one first.
             _copy(trainer, plugin, filepath, linkpath)
-        else:  # somebody has deleted it
+        else:  # the file was deleted meanwhile
             self._save_checkpoint(trainer, linkpath)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -662,7 +662,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if resumed.startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(trainer.ckpt_path):
             self.last_model_path = os.path.join(os.fspath(self.dirpath or ""), resumed)  # as Lightning spells it
         if not self._is_in_dirpath(self._last_checkpoint_saved):
-            self._last_checkpoint_saved = ""  # in another directory: it cannot be linked to
+            self._last_checkpoint_saved = ""  # it is in another directory, so nothing can link to it
         # Damaged checkpoints are not counted, so that they are not deleted.
         self._forget(self._lookup.was_passed_over)
         self._forget_what_was_not_saved(trainer)
@@ -686,7 +686,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._report.training_starts(self.dirpath)
 
     def _forget(self, is_meant: Callable[[str], bool]) -> None:
-        """Forget checkpoints, which stay where they are."""
+        """Drop the paths for which ``is_meant`` is true from the callback's state; the files stay."""
         for path in [path for path in self.best_k_models if is_meant(path)]:
             del self.best_k_models[path]
         for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
@@ -696,7 +696,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     # ---- retention ---------------------------------------------------------------------------------------------------
 
     def _save_and_record(self, trainer: Any, filepath: str) -> None:
-        # before the save, so that the checkpoint's own state has it
+        # before the save, so that the checkpoint includes its own metrics
         self._metrics = self._measured(trainer, filepath)
         is_chosen = self._retention is not None and not self._lookup.is_last(filepath)
         if self._retention is not None and is_chosen:
@@ -711,13 +711,13 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._metrics = {}
 
     def _measured(self, trainer: Any, filepath: str) -> dict[str, float]:
-        """Return the metrics that a checkpoint tells of itself.
+        """Return the metrics to store in a checkpoint.
 
-        Without a policy, that is the monitored one, and only where its value is known without waiting for a device.
+        Without a retention policy, only the monitored one, and only if reading its value does not wait for a device.
         """
         if self._retention is not None:
             return numbers_in(trainer.callback_metrics)
-        value = self.best_k_models.get(filepath)  # has just been compared with the others
+        value = self.best_k_models.get(filepath)  # ModelCheckpoint has just compared it with the others
         if value is None and self.monitor is not None:
             value = trainer.callback_metrics.get(self.monitor)
             value = None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
@@ -761,7 +761,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         checked = self._last_time_checked
         state["seconds_since_check"] = None if checked is None else time.monotonic() - checked
         path, step = self._being_saved or (self._last_checkpoint_saved, self._last_global_step_saved)
-        # A save that is due, and waits for the monitored value of a validation, unless it is this one.
+        # Whether a save is due and waits for the monitored value of a validation; False if this is that save.
         deferred = self._being_saved is None and getattr(self, "_defer_save_until_validation", False)
         return {**state, "last_checkpoint_saved": path, "last_global_step_saved": step, "deferred": deferred}
 
@@ -830,20 +830,20 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def is_rank_gone(self) -> bool:
-        """Whether another rank is known to be dead, so that nobody need wait for its answer."""
+        """Whether another rank is known to be dead, so that this rank need not wait for its answer."""
         just_in_time = self._just_in_time
         return just_in_time is not None and just_in_time.is_rank_gone
 
     def _save_just_in_time(self, trainer: Any, just_in_time: JustInTime, error: BaseException) -> None:
         plugin = trainer.strategy.checkpoint_io
-        if isinstance(plugin, _PLUGINS):  # a save that is committed later would count as newer
+        if isinstance(plugin, _PLUGINS):  # a pending save that is committed after this one would count as newer
             plugin.checkpointer.drain(timeout=None if isinstance(plugin, TorchFileIO) else _DRAIN_SECONDS)
         directory = os.fspath(self.dirpath or "")
         try:
             path = just_in_time.rescue(
                 error, lambda step: os.path.join(directory, f"{_JUST_IN_TIME}{step}{self.FILE_EXTENSION}")
             )
-        except Exception:  # from users' hooks, too; it must not hide the exception that ends the training
+        except Exception:  # also from users' hooks; it must not hide the exception that ends the training
             logger.exception("could not save a checkpoint after a rank had died: resume from the last one")
         else:
             self._is_ending = path is not None
@@ -855,7 +855,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         return self._older(trainer, _JUST_IN_TIME, trainer.ckpt_path)
 
     def _wait_until_durable(self, trainer: Any) -> None:
-        """Wait, and raise what has failed, on all ranks together: a launcher kills the others when one has ended."""
+        """Wait for saves and raise a failure, on all ranks together: if one rank ends, launchers kill the others."""
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS):
             plugin.checkpointer.drain()
@@ -888,7 +888,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         return self._auto
 
     def has_to_resume(self, trainer: Any, ckpt_path: Any) -> bool:
-        """Return whether a fit with this ``ckpt_path`` is going to resume, if it can; nothing is read for it."""
+        """Return whether a fit with this ``ckpt_path`` will try to resume, without reading any checkpoint."""
         if ckpt_path not in (None, "last"):
             return True
         if ckpt_path is None and self._auto is None:
@@ -897,7 +897,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         return bool(self._lookup.catalog(checkpoint_directory(self, trainer)).paths())
 
     def look_for_resume(self, trainer: Any) -> CheckpointInfo | None:
-        """Return the checkpoint that ``resume="auto"`` continues from; called on each rank by itself."""
+        """Return the checkpoint that ``resume="auto"`` continues from; each rank calls it on its own."""
         if self._auto is None:
             return None
         self.meet(trainer)
@@ -959,7 +959,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def newest(self, trainer: Any, attempts: ResumeAttempts | None = None) -> CheckpointInfo | None:
         """Return the newest checkpoint of the directory that verifies, whatever its name, or one of a requeue.
 
-        ``attempts`` know which are stepped over. Where there are checkpoints, and none verifies, that is an error.
+        ``attempts`` puts those last on which the run crashed too often. If there are some and none verifies, it raises.
         """
         tier = self._memory_tier(trainer)
         memory = None if tier is None or trainer.num_nodes > 1 else tier.found()  # machines do not share memory
@@ -968,7 +968,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @contextlib.contextmanager
     def _decides(self) -> Iterator[None]:
-        """Let ModelCheckpoint itself, which decides by its paths what to delete, read them without waiting."""
+        """Do not wait for pending saves when ``ModelCheckpoint`` itself reads its paths to decide what to delete."""
         before, self._is_deciding = self._is_deciding, True
         try:
             yield
@@ -976,7 +976,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._is_deciding = before
 
     def _once_on_store(self, path: str) -> str:
-        # Accesses to local paths wait by themselves; those to a store cannot be seen.
+        # Opening a local path waits for its pending save (awaited_paths); reads from a store cannot be intercepted.
         if is_remote(path) and self._has_trained and self._plugin is not None and not self._is_deciding:
             checkpointer = self._plugin.checkpointer
             if checkpointer.is_pending(path):
@@ -985,7 +985,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def last_model_path(self) -> str:
-        """Path of the newest checkpoint under the name ``last``; a URL once it is durable, a local path at once."""
+        """Path of the newest checkpoint under the name ``last``; waits for a pending save if it is a URL."""
         return self._once_on_store(self._last_model_path)
 
     @last_model_path.setter
@@ -994,7 +994,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint, as above; in a process that has not trained, what the newest says it is."""
+        """Path of the best checkpoint, as above; before training, the one that the newest checkpoint records."""
         self._once_on_store(self._best_model_path)
         if self._best_model_path or self._has_trained or self.dirpath is None:
             return self._best_model_path
@@ -1006,7 +1006,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
 
 def _forget_beyond_top_k(callback: ResumableCheckpoint) -> None:
-    """Let a run that resumes with a smaller ``save_top_k`` keep so many; Lightning would delete none ever again."""
+    """Trim the restored best checkpoints to a smaller ``save_top_k``: with more, Lightning would never delete any."""
     known, count = callback.best_k_models, callback.save_top_k
     if not 0 < count < len(known):
         return
@@ -1023,7 +1023,7 @@ def _forget_beyond_top_k(callback: ResumableCheckpoint) -> None:
 
 
 class _WithAutomaticOptimization:
-    """A module, but for how it says that it is optimized."""
+    """A proxy of a module that reports automatic optimization."""
 
     automatic_optimization = True
 
@@ -1088,12 +1088,12 @@ def _warn_again(found: warnings.WarningMessage) -> None:
 
 
 def _nothing() -> None:
-    """What the ranks that do not write do."""
+    """Do nothing, on the ranks that do not write."""
 
 
 def _saves_through_plugin(strategy: Any) -> bool:
     if is_routed(strategy):
         return True
-    # Sharded strategies write by themselves and leave the plugin out.
+    # Sharded strategies write by themselves and bypass the plugin.
     base: Any = next((cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy"), None)
     return base is not None and type(strategy).save_checkpoint is base.save_checkpoint

@@ -1,4 +1,4 @@
-"""A ``CheckpointIO`` plugin that lets every rank write its part."""
+"""``ShardedCheckpointIO``: a ``CheckpointIO`` plugin with which every rank writes its part of a directory."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         _listen()
 
     def __getstate__(self) -> dict[str, Any]:
-        alone = {"_checkpointer": None, "_ranks": RankGroup.alone()}  # until it is connected
+        alone = {"_checkpointer": None, "_ranks": RankGroup.alone()}  # a copy has to be connected again
         return {**self.__dict__, **alone, "_buffers": tuple, "_frozen": tuple}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _listen()  # in a process that was spawned, too
+        _listen()  # a spawned process unpickles the plugin, and has no hooks yet
 
     def connect(
         self,
@@ -139,7 +139,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         """The checkpointer of this plugin.
 
         Raises:
-            CheckpointError: There are several processes, and the plugin was not told of them.
+            CheckpointError: There are several processes, and :meth:`connect` was not called.
         """
         if self._checkpointer is None:
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -154,7 +154,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         return self._checkpointer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
-        """Save ``checkpoint`` at ``path`` in this process alone, as Lightning asks of one rank for states of its own.
+        """Save ``checkpoint`` at ``path`` from this process alone; Lightning calls it on one rank for its own states.
 
         Args:
             checkpoint: Plain data and tensors.
@@ -197,7 +197,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers(), frozen=self._frozen())
             # Ranks that are at different steps are refused instead of being mixed.
             about: dict[str, Any] = {"metadata": metadata_of(checkpoint), "step": checkpoint.get("global_step")}
-        except Exception as error:  # of this rank alone, maybe
+        except Exception as error:  # possibly on this rank only: the others must not wait for its part
             self.reader_of(path).refuse(path, error)
             raise
         if in_memory:

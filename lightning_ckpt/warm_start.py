@@ -14,9 +14,9 @@ from lightning_ckpt._report import announce
 class WarmStart(CallbackBase):
     """Loads a checkpoint into the model at the start of a fit that resumes nothing, and reports what was taken.
 
-    Use it if the model has changed since: other names, other heads, weights of another program. For the same model,
-    pass ``ckpt_path`` to ``trainer.fit``. A fit that resumes (``ckpt_path``, ``resume="auto"``) is left alone, so that
-    an interrupted fine-tuning continues from its own checkpoints.
+    Use it if the model has changed (other names, other heads) or the weights are from another program. For the same
+    model, pass ``ckpt_path`` to ``trainer.fit``. A fit that resumes (``ckpt_path``, ``resume="auto"``) is left alone,
+    so that an interrupted fine-tuning continues from its own checkpoints.
 
     Args:
         path: Path or URL, of any layout (:func:`ckpt_core.load_into`).
