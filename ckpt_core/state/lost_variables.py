@@ -1,16 +1,16 @@
-"""What a script keeps to itself, training changes and no checkpoint holds: a resume that begins without it is told.
+"""Find user variables that training changed, that no checkpoint holds, and that a resumed run has therefore lost.
 
-A best value, a patience, a meter, an average of the weights, an optimizer that was not prepared, the place in a loader:
-what the script keeps to itself is often used long after a resume, when nothing compares steps any more. A look at it
-when the first batch is handed out shows what a run begins with; what a save finds changed goes into the checkpoint. A
-resumed run that has, when it trains on its first batch, what a new run has there, has lost it. One that has restored it
-in its own way has another value.
+Examples are a best value, a patience counter, a meter, an average of the weights, an optimizer that was not prepared,
+and the position in a loader. The script often uses such a variable long after the resume, when the flight recorder no
+longer compares steps. So the variables are inspected when the first batch is handed out (their initial values), and
+each save records in the checkpoint those that have changed. If a variable of a resumed run, when it trains on its first
+batch, has its initial value again, it is lost. If the script has restored it itself, it has a different value.
 
-Not all that is lost is missed. Of a function's own variables only those count that are *live*: that may be read later
-before they are written again (Plank, Beck, Kingsley, "Compiler-assisted memory exclusion for fast checkpointing",
-1995). What objects and dictionaries hold, and globals, count where the source shows that they keep something from one
-step to the next, and an epoch does not set them back. Values count that the source uses for more than to tell people of
-them. The source is only read by a resume that has lost something.
+Not every lost variable is missed. A local variable counts only if it is *live*: it may be read before it is next
+written (Plank, Beck, Kingsley, "Compiler-assisted memory exclusion for fast checkpointing", 1995). Globals and the
+contents of objects and dictionaries count if the source shows that they carry something from one step to the next, and
+that an epoch does not reset them. A value that the source only prints or logs does not count. The source is read only
+by a resumed run that has lost something.
 """
 
 from __future__ import annotations
@@ -73,26 +73,25 @@ logger = logging.getLogger(__name__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _NAMED, _MODULES, _SOURCE = 5, 64, 1 << 20
-_MOST_GLOBAL = 256  # values in globals and classes: a look at more would take longer than a save
+_MOST_GLOBAL = 256  # values in globals and classes: inspecting more would take longer than a save
 
 
 class Watched(NamedTuple):
-    """Whose variables are watched."""
+    """The objects of a run in which user variables are searched for, and those that are left out."""
 
     models: Sequence[torch.nn.Module]
-    held: Sequence[object]  # what a checkpoint holds besides, or somebody else looks at; not looked into
-    # Objects of the script whose attributes are looked at as those of the models' modules are, but those that are a
-    # library's own
+    held: Sequence[object]  # other objects that the checkpoint holds or another check covers; not inspected
+    # Objects of the script whose attributes are inspected like those of modules, except attributes that libraries set
     owners: Sequence[object] = ()
-    # What data is made by. A checkpoint holds its plain values and generators, but not what its functions keep.
+    # Objects that produce the data: a checkpoint holds their values and generators, but not their functions' closures
     data: Sequence[object] = ()
-    waits: bool = False  # whether the script's functions that are running wait for the training to end
-    # Iterators that may be in no variable, as those of a ``for`` are: what each is told by, and which pass and item
+    waits: bool = False  # whether the script's running functions wait for the training to end
+    # Iterators that no variable may refer to, such as that of a ``for``: iterator, name, and its pass and item
     iterators: Sequence[tuple[Any, str, Any]] = ()
 
 
 class _Held(NamedTuple):
-    """What is somewhere: what it is told by, what is known of it, where, and the class of what it belongs to."""
+    """A user variable: its mark, kind, path, the frame that has it, its value, and the class that it belongs to."""
 
     mark: str
     kind: str
@@ -100,7 +99,7 @@ class _Held(NamedTuple):
     frame: types.FrameType | None
     value: Any
     owner: type | None
-    is_elsewhere: bool = False  # in another thread, which may be anywhere
+    is_elsewhere: bool = False  # in the frame of another thread, which may be executing anything
 
     @property
     def code(self) -> types.CodeType | None:
@@ -112,11 +111,11 @@ class _Held(NamedTuple):
 
     @property
     def is_made_by_training(self) -> bool:
-        """Whether what there was not when training began is an average, an optimizer or a schedule."""
+        """Whether a value that did not exist when training began is an average, an optimizer or a schedule."""
         return self.kind == WEIGHTS or (self.kind == STAYS and isinstance(self.value, list))
 
     def outlives_epoch(self, *, in_body: bool) -> bool:
-        """Whether the next epoch surely has it; ``in_body``, where the body of this one's last batch is under way."""
+        """Return whether the next epoch certainly reads it; ``in_body`` if the last batch's loop body is running."""
         if self.frame is None or self.is_elsewhere:
             return False
         return is_surely_live(self.path, self.frame, ends=in_body)
@@ -127,9 +126,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _harmless(look: _Method) -> _Method:
-    """Have a look end with nothing, and be the last, where it meets something that nobody thought of.
+    """Make a method of :class:`Variables` return nothing, and stop all later inspection, if it raises.
 
-    It is made in every training, of whatever the user's program has, and no training may end because of it.
+    These methods run in every training and inspect arbitrary objects of the user's program. They must never end it.
     """
 
     @functools.wraps(look)
@@ -146,7 +145,7 @@ def _harmless(look: _Method) -> _Method:
 
 
 class _UserModule(NamedTuple):
-    """A module of the program, globals that its functions set, and those that keep something themselves."""
+    """A module of the user's program, its globals that functions set, and its functions that hold values themselves."""
 
     module: types.ModuleType
     names: set[str]
@@ -154,12 +153,12 @@ class _UserModule(NamedTuple):
 
 
 class Variables:
-    """Watches what a script keeps in variables of the functions that are running, in globals and in classes.
+    """Tracks user variables in running functions, objects, globals and classes, and reports those a resume has lost.
 
     Args:
-        watched: Returns whose variables are watched; None where nothing is looked at.
+        watched: Returns the objects to inspect; None if nothing is to be inspected.
         say: Called once in a resumed run that has lost variables, with their names.
-        tell: The same, with the names of those that are only logged.
+        tell: The same, for lost variables that the script only logs.
     """
 
     def __init__(
@@ -178,19 +177,19 @@ class Variables:
         self._at_load: dict[str, str] = {}
         self._lost: list[str] | None = None
         self._only_logged: list[str] = []
-        self._made_once: dict[str, str] = {}  # what is lost may be made as it was: by their names, what tells it
-        self._loose: dict[str, Any] = {}  # how far iterators are that are in no variable, by their names
-        self._loose_first: dict[str, Any] = {}  # how far they were when a new run trained on its first batch
+        self._made_once: dict[str, str] = {}  # saved marks of lost variables that the script may recreate, by name
+        self._loose: dict[str, Any] = {}  # positions of iterators that no variable refers to, by name
+        self._loose_first: dict[str, Any] = {}  # their positions when a new run trained on its first batch
         self._trained = False
         self._known: Known | None = None
 
     @property
     def compared_later(self) -> Collection[str]:
-        """The names of what is lost, but may be made as it was: that will show."""
+        """The names of lost variables that the script may recreate unchanged: they are compared once it has."""
         return self._made_once
 
     def handed_out(self, *, begins: bool) -> None:
-        """Note that the script is given a batch, the first of an epoch or another one."""
+        """Note that a batch is handed to the script; ``begins`` if it is the first of an epoch."""
         if not self._trained and (self._lost or not self._first or self._lost is None):
             self._look()
         elif self._trained and begins:
@@ -201,10 +200,10 @@ class Variables:
             self._anew |= {key for key, mark in self._of_pass.items() if self._first.get(key) == mark}
 
     def trains(self) -> None:
-        """Note a backward pass, or a step of an optimizer."""
+        """Note a backward pass or an optimizer step; at the first one, report what a resumed run has lost."""
         if self._trained:
             return
-        if not self._first:  # it has loaders of its own
+        if not self._first:  # the script uses loaders of its own, so no batch was noted
             self._look()
         self._trained = True
         self._look_at_iterators()
@@ -222,7 +221,7 @@ class Variables:
 
     @_harmless
     def ends(self) -> None:
-        """The training is over."""
+        """Note that the training is over: compare the caches and recreated values a last time."""
         if self._trained and (self._caches or self._made_once):
             self._compare_caches(self._found())
 
@@ -231,9 +230,9 @@ class Variables:
         return {key: noted[0] for key, noted in self._saved.get("values", {}).items() if noted[2] == CACHE}
 
     def _compare_caches(self, found: Mapping[str, _Held]) -> None:
-        """Say which functions have come to something else than what they had cached for the same arguments.
+        """Report caches that now hold a different result for the same arguments than the checkpoint's run had.
 
-        So have those that have made something else than what is lost.
+        Also report lost variables that the script has recreated with a different value.
         """
         anew = {
             key: found[key].mark
@@ -241,7 +240,7 @@ class Variables:
             if self._trained and key in found and found[key].value is not None
         }
         others = [key for key, mark in anew.items() if mark != self._made_once[key]]
-        # its parameters, in a list, have been trained
+        # a list of the model's own parameters differs because they have been trained
         if others := [key for key in others if not self._are_parameters(found[key].value)]:
             self._say(others)
         self._made_once = {key: mark for key, mark in self._made_once.items() if key not in anew}
@@ -259,12 +258,12 @@ class Variables:
 
     @_harmless
     def capture(self, *, between: bool = False, in_body: bool = False, ends: bool = False) -> dict[str, Any]:
-        """Return what has changed since training began, and is not made anew.
+        """Return the variables that have changed since training began and may still be read, for the checkpoint.
 
         Args:
             between: Whether the run continues with another epoch.
-            in_body: Whether the script is still in the body of the last batch before that.
-            ends: Whether it continues with the end of this one, so that no step makes anything anew before.
+            in_body: Whether, in that case, the script is still in the loop body of the last batch.
+            ends: Whether the run continues with the end of this epoch, so that no step sets a variable again first.
         """
         if not self._first:
             return {}
@@ -274,7 +273,7 @@ class Variables:
         for key, now in found.items():
             first = self._first.get(key)
             if now.kind == CODE and not (first or "").startswith(OF_CODE):
-                continue  # made when it was needed
+                continue  # a function or class that was made when it was needed
             if first is not None and first != now.mark and now.is_live:
                 touched = self._of_pass.get(key) != now.mark
                 in_place = isinstance(now.value, CONTAINERS) and self._ids.get(key) == id(now.value)
@@ -287,18 +286,18 @@ class Variables:
             elif first is None and now.owner is not None and now.is_made_by_training:
                 noted[key] = [now.mark, "", now.kind, True, False]
         anew = [key for key in noted if key in self._anew]
-        # each epoch may seed a generator anew, and each differently
+        # each epoch may reseed a generator, each time differently
         stays = [] if between or ends else [key for key, one in noted.items() if one[2] == STAYS and one[3]]
         begun = {key: mark for key in stays if (mark := self._of_pass.get(key)) not in (None, noted[key][1])}
-        counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
-        # those of an epoch end with it
+        counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and only for these values
+        # iterators of an epoch end with it
         places = {} if between else self._loose
         loose = {name: [place, self._loose_first.get(name, [1, 1])] for name, place in places.items()}
         more = {"iterators": loose, "begun": begun}
         return {"values": noted, "between": between, "ends": ends, **{k: v for k, v in more.items() if v}, **counts}
 
     def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
-        """Return where there was nothing, an empty dictionary or another kind of value, of which this is a part now."""
+        """Return the variable that has got this one as a part, and was None, empty or of another kind at first."""
         path, _, place = key.partition("` of ")
         while "." in path:
             path = path.rpartition(".")[0]
@@ -309,7 +308,7 @@ class Variables:
 
     @_harmless
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Compare what training begins with now with what a checkpoint says."""
+        """Start over from a loaded checkpoint: the next batch compares the variables with those ``saved`` in it."""
         self._saved = saved if saved.get("values") or saved.get("iterators") else {}
         self._first, self._ids, self._trained, self._lost, self._passes, self._anew = {}, {}, False, None, 0, set()
         self._at_load = {key: one.mark for key, one in self._found().items()} if self._saved else {}
@@ -320,7 +319,7 @@ class Variables:
         if not self._first:
             self._of_pass = {key: one.mark for key, one in found.items()}
             self._ids = {key: id(one.value) for key, one in found.items()}
-            # what a new run began with stays known in the runs that are resumed from it
+            # the initial values of the first run are passed on to all runs that are resumed from it
             self._first = self._of_pass | {key: noted[1] for key, noted in self._saved.get("values", {}).items()}
             self._passes, self._anew = int(self._saved.get("passes", 0)), set(self._saved.get("anew", ()))
         self._lost, self._only_logged = self._lost_of(found) if self._saved else ([], [])
@@ -328,7 +327,7 @@ class Variables:
     # ---- what is lost ------------------------------------------------------------------------------------------------
 
     def _lost_of(self, found: Mapping[str, _Held]) -> tuple[list[str], list[str]]:
-        """Return what training may miss, and what is only logged."""
+        """Return the names of the lost variables that training may miss, and of those that are only logged."""
         lost = [
             (key, found[key], noted)
             for key, noted in self._saved["values"].items()
@@ -345,12 +344,12 @@ class Variables:
         made_once = {key: noted[0] for key, held, noted in missed if _is_made_once(source, held, noted)}
         self._made_once |= made_once
         missed = [one for one in missed if one[0] not in made_once]
-        # a variable of a function is a part of those that are defined in it, too
+        # a function's variable may also be found in the closures of functions defined in it: prefer the shortest path
         missed.sort(key=lambda one: -one[1].path.count("."))
         used, logged = dict[Any, str](), dict[Any, str]()
         for key, held, noted in missed:
             name = _shown(held.path).rpartition(".")[2]
-            # what objects have of their class is named once, as the class's
+            # a class attribute, which all instances share, is reported once, as the class's
             is_shared = CELL in held.path or "." not in held.path or name in defaults_of(held.owner or object)
             told = (name, *noted[:2]) if is_shared else key
             if _decides(source, held, noted):
@@ -364,16 +363,16 @@ class Variables:
         if now.mark == saved:
             return False
         if now.kind == STAYS and now.mark == self._saved.get("begun", {}).get(key):
-            return True  # as it was when the interrupted epoch began
+            return True  # its value when the interrupted epoch began
         if now.kind == WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
             return True
-        # what a run without a loader begins with is looked at after its first steps, which may have drawn other values
+        # in a run without a loader, the first inspection comes after its first steps, whose random values may differ
         lengths = [_length_of(one) for one in (now.mark, first, saved)]
         is_as_long = now.kind == VALUE and None not in lengths and lengths[0] == lengths[1] != lengths[2]
         return bool(now.mark == first) or is_as_long
 
     def _is_a_copy(self, now: _Held) -> bool:
-        """Whether an average, or what was once the best, has been made of the weights that were loaded."""
+        """Return whether an average of the weights, or the best ones, is just a copy of the loaded weights."""
         watched = self._watched()
         models = watched.models if watched is not None else ()
         mine = {mark_of([p]) for model in models for p in (*model.parameters(), *model.buffers())}
@@ -381,12 +380,12 @@ class Variables:
 
     def _is_missed(self, key: str, now: _Held, noted: Sequence[Any], source: Source | None) -> bool:
         first, kind, touched, in_place, *parts = noted[1:]
-        if parts and source is not None:  # there was nothing, and of what it has now some is made anew by each step
+        if parts and source is not None:  # it was empty at first, and each step may set the parts that it has got
             names = [source.names_of(f"{now.path}.{part}", now.code)[-1] for part in parts[0][:MOST_VALUES]]
             if all(name.endswith("]") and not source.keeps(name, 0.0) for name in names) and not self._saved["ends"]:
                 return False
         if kind == CACHE:
-            return False  # it may come to the same again
+            return False  # the same results may be computed again; _compare_caches checks that
         names = [] if source is None else source.names_of(now.path, now.code)
         if source is not None and not self._saved.get("aside") and source.is_put_aside(names[-1]):
             return False
@@ -398,11 +397,11 @@ class Variables:
                 return False
         if kind == PLACE and in_place:
             return True
-        # the load has restored it, and what comes between two epochs has set it back in both runs
+        # the load has restored it, and the code between two epochs has reset it, as it did in the saved run
         was_restored = self._saved["between"] and self._at_load.get(key) == noted[0]
         if was_restored and any(source.is_set_to_a_literal(name) for name in names if source):
             return False
-        # an epoch, or what comes next, may begin with it anew
+        # the next epoch, or the code before it, may set it again
         if self._saved["between"] and self._saved["passes"]:
             return key not in self._saved["anew"]
         may_begin_anew = kind == PLACE or any(source.begins_anew(name, first) for name in names if source)
@@ -425,7 +424,7 @@ class Variables:
                 for path, what, one, of, told_by in look.into(name, value):
                     if CELL in path or what == CACHE or (what == CODE and path == name):
                         found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, f"self.{path}", None, one, of)
-        # what is in several is looked at where it is for the longest time
+        # an object reachable from several places is inspected in the one that exists the longest
         objects = [
             *((one, [*_of_model(one)]) for one in models),
             *((one, [_attributes(one)]) for one in watched.owners),
@@ -435,7 +434,7 @@ class Variables:
             alike[type(thing)] += 1
             number = f" ({alike[type(thing)]})" if alike[type(thing)] > 1 else ""  # two callbacks of one class
             for owner, name, value in ((owner, *one) for owner, variables in parts for one in variables):
-                # of a library's class, some are what it is going to log
+                # such attributes of a library's class are metrics that it is about to log
                 is_told = name.endswith(("_logs", "_metrics")) and not is_users_class(owner)
                 if not (NO_STATE.search(name) or is_told):
                     for path, what, one, of, mark in look.into(name, value):
@@ -450,7 +449,7 @@ class Variables:
             for name, value in variables:
                 if frame is None and len(found) > _MOST_GLOBAL:
                     break
-                # what another function is given, and is not used here again, is looked at there
+                # a variable that is passed to another function and not read here again is inspected there
                 is_other = frame in elsewhere
                 is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
                 is_none = bool(NO_STATE.search(name)) and not isinstance(value, dict)
@@ -462,10 +461,10 @@ class Variables:
 
 
 def are_kept(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
-    """Return which values of objects are more than what each step makes anew and people are told.
+    """Return which attributes carry state: each step does not just set them again, and they are not only logged.
 
     Args:
-        values: Class of each object, or with that of what in it has the attribute, path of the attribute, and value.
+        values: Class of the object (or with it that of its part which has the attribute), path of the attribute, value.
     """
     source, names = _named_in_source(values)
     return [
@@ -475,27 +474,27 @@ def are_kept(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
 
 
 def are_made_once(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
-    """Return which values of objects, as of :func:`are_kept`, are made only where there is nothing yet."""
+    """Return which attributes (``values`` as in :func:`are_kept`) the source sets only if they are None or missing."""
     source, names = _named_in_source(values)
     return [source.is_made_once(name) for name in names]
 
 
 def are_put_aside(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
-    """Return which values of objects, as of :func:`are_kept`, are only read soon after they are set."""
+    """Return which attributes (``values`` as in :func:`are_kept`) are read only after the same call has set them."""
     source, names = _named_in_source(values)
     return [source.is_put_aside(name) for name in names]
 
 
 def setters_of(values: Sequence[tuple[Kinds, str, Any]]) -> list[set[str]]:
-    """Return by which functions values of objects, as of :func:`are_kept`, are set without being read before."""
+    """Return, for each attribute (``values`` as in :func:`are_kept`), the functions that set it without reading it."""
     source, names = _named_in_source(values)
     return [source.set_in(name) for name in names]
 
 
 def are_set_by_hooks(values: Sequence[tuple[Kinds, str, Any]], *, but: Collection[str]) -> list[bool]:
-    """Return which values of objects, as of :func:`are_kept`, hooks set anew, ``but`` some, and not to a time."""
+    """Return which attributes (``values`` as in :func:`are_kept`) hooks, ``but`` some, set again, and not to a time."""
     source, names = _named_in_source(values)
-    kept = are_kept(values)  # what comes of what was there is named, if it is lost
+    kept = are_kept(values)  # an attribute that is computed from its old value is reported if it is lost
     return [
         any(map(is_hook, (source.taken_in(name) if is_kept else source.set_in(name)) - {*but}))
         and not source.is_of_a_clock(name)
@@ -504,9 +503,9 @@ def are_set_by_hooks(values: Sequence[tuple[Kinds, str, Any]], *, but: Collectio
 
 
 def _named_in_source(values: Sequence[tuple[Kinds, str, Any]]) -> tuple[Source, list[str]]:
-    """Return what the code does, and by which names it has the values."""
+    """Return the source of the classes, and the names that the values have in it."""
     if not values:
-        return Source((), frozenset(), waits=False), []  # each save asks, most of nothing, and reads no source for it
+        return Source((), frozenset(), waits=False), []  # each save calls this, mostly with nothing: read no source
     source = _source_of([_held_by(kind, path, one) for kinds, path, one in values for kind in _each(kinds)])
     return source, [source.names_of(f"self.{path}", None)[-1] for _, path, _ in values]
 
@@ -520,12 +519,11 @@ def _held_by(owner: type, path: str, value: Any) -> _Held:
 
 
 def are_set_back(values: Sequence[tuple[Collection[type], str, Any, str]], *, but: Collection[str] = ()) -> list[bool]:
-    """Return which values methods set back again and again, as when an epoch ends, or make anew with what has them.
+    """Return which attributes methods reset repeatedly, as at an epoch's end, or recreate together with their owner.
 
     Args:
-        values: Of each value the classes whose methods count, the path of attributes, itself, and fingerprint of what
-            it was at first.
-        but: The names of methods that run once.
+        values: Classes whose methods count, path of the attribute, value, and fingerprint of the initial value.
+        but: The names of methods that run only once, which do not count.
     """
     if not values:
         return []
@@ -549,14 +547,14 @@ def _is_set_back(
 
 
 def loop_counts(*, innermost: bool = False, deciding: Collection[str] | None = None) -> dict[str, int]:
-    """Return what loops of the script that are under way count, as by ``enumerate``, by the names of the variables.
+    """Return the counters of the script's running loops, such as those of ``enumerate``, by variable name.
 
     Args:
-        innermost: Only those of the innermost function with a loop: others call that in each pass of theirs.
-        deciding: Only these, and those of them that decide something; None for all.
+        innermost: Only those of the innermost function with a loop, which outer loops call in each iteration.
+        deciding: Return only variables of these names that also decide something; None for all.
     """
     found: dict[str, _Held] = {}
-    with contextlib.suppress(Exception):  # of variables, whatever they do when they are looked at
+    with contextlib.suppress(Exception):  # whatever the user's variables raise when they are inspected
         for frame in _frames(sys._getframe(1)):
             names = counts_of_loops(frame)
             if innermost and names is not None:
@@ -571,13 +569,13 @@ def loop_counts(*, innermost: bool = False, deciding: Collection[str] | None = N
 
 
 def is_done_with(holder: object, name: str, *, others: int) -> bool:
-    """Whether nothing may use again what an attribute of ours has, by all that can be seen.
+    """Return whether, as far as can be seen, nothing will use the object in attribute ``name`` of ``holder`` again.
 
-    So it is where nothing has it but ``holder``, as many ``others`` that are known, iterations of it by generators of
-    libraries, and variables of functions that are running, or of generators that wait, which are all set before they
-    are read.
+    That is so if all references to it are: that of ``holder``, a known number of ``others``, suspended generators of
+    libraries that iterate over it, and variables of running functions or suspended generators of the user's that are
+    not live.
     """
-    with contextlib.suppress(Exception):  # of variables, whatever they do when they are looked at
+    with contextlib.suppress(Exception):  # whatever the user's variables raise when they are inspected
         running = _frames(sys._getframe(1))
         variables, references = _variables_with(holder, name, running), _references(holder, name)
         if any(_is_kept(variable, frame) for variable, frame in variables):
@@ -593,12 +591,12 @@ def is_done_with(holder: object, name: str, *, others: int) -> bool:
     return False
 
 
-# by who has it, where a look at all objects of the process has found that others use it: how many references there were
+# by holder, if a search of all objects of the process found other users of its object: how many references there were
 _had_by_others: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def _variables_with(holder: object, name: str, frames: Sequence[types.FrameType]) -> list[tuple[str, types.FrameType]]:
-    """Return the variables that have what an attribute has."""
+    """Return the variables in ``frames`` that refer to the object in attribute ``name`` of ``holder``."""
     thing = getattr(holder, name)
     return [(variable, frame) for frame in frames for variable, value in variables_of(frame) if value is thing]
 
@@ -606,8 +604,8 @@ def _variables_with(holder: object, name: str, frames: Sequence[types.FrameType]
 def _generators_with(
     holder: object, name: str, running: Sequence[types.FrameType]
 ) -> tuple[list[types.FrameType], int]:
-    """Return the generators that wait and have what an attribute has: the script's, and how many are of libraries."""
-    # Python 3.10 names their frames, later ones the generators
+    """Return the suspended generators that refer to an attribute's object: the user's, and the number of libraries'."""
+    # the referrers are the generators' frames in Python 3.10, and the generators in later versions
     referrers = gc.get_referrers(getattr(holder, name))
     found = [one.gi_frame if isinstance(one, types.GeneratorType) else one for one in referrers]
     waiting = [one for one in found if isinstance(one, types.FrameType) and one.f_code.co_flags & inspect.CO_GENERATOR]
@@ -622,15 +620,15 @@ def _is_kept(variable: str, frame: types.FrameType) -> bool:
 
 
 class _Alone:
-    """Has a value that nothing else has."""
+    """Holds a value that nothing else refers to."""
 
     def __init__(self) -> None:
         self.value = object()
 
 
 def _references(holder: object, name: str) -> int:
-    """Return how many references there are to what an attribute has, without those of this call."""
-    one, of_one = _Alone(), "value"  # read in the same way
+    """Return how many references there are to the object in an attribute, without those of this call."""
+    one, of_one = _Alone(), "value"  # measures this call's own references, because it is read in the same way
     return sys.getrefcount(getattr(holder, name)) - sys.getrefcount(getattr(one, of_one)) + 1
 
 
@@ -642,24 +640,24 @@ def _sets(method: object, name: str, *, in_place: bool) -> bool:
 
 
 def _is_made_once(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
-    """Whether there is nothing where something was that is made when it is needed."""
+    """Return whether the variable is None now and the source creates it only when it is needed."""
     if source is None or held.value is not None or held.kind != VALUE or not noted[0]:
         return False
     return source.is_made_once(source.names_of(held.path, held.code)[-1]) and _decides(source, held, noted)
 
 
 def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
-    """Whether what is lost goes into more than what people are told."""
+    """Return whether the script uses a lost variable for more than printing and logging it."""
     is_metric = held.kind == PLACE and isinstance(held.value, dict) and "" in held.value
     if source is None or not (is_metric or held.kind == noted[2] == VALUE):
         return True
-    # where there is nothing yet, it was a whole number that training had come to
+    # if it is None now and its saved mark is a number, training had set it to that whole number
     value = 0 if held.value is None and noted[0].lstrip("-").isdigit() else held.value
     return _is_used(source, source.names_of(held.path, held.code)[-1], value)
 
 
 def _length_of(mark: str) -> int | None:
-    """Return the length of the container that a mark is of."""
+    """Return the length of the container that a mark stands for; None if it is not that of a container."""
     length = mark.rpartition(" ")[2]
     return int(length) if length.isdigit() and length != mark else None
 
@@ -669,19 +667,19 @@ def _is_used(source: Source, name: str, value: object) -> bool:
 
 
 def in_words(names: Sequence[str]) -> str:
-    """Return the first of the names of lost variables, and how many more there are."""
+    """Return a text with the first names of lost variables, and how many more there are."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def only_logged_in_words(names: Sequence[str]) -> str:
-    """Return what a resumed run says of values that are only logged."""
+    """Return the line that a resumed run logs about lost variables that are only logged."""
     return f"logged values of this epoch count only what follows the resume: {in_words(names)}"
 
 
 def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
-    """Yield the attributes of modules whose classes are the user's and say nothing of a state, and all hooks.
+    """Yield the attributes of modules of the user's classes without ``get_extra_state``, and all hooks.
 
-    Also yield the classes of all modules: one without weights may be replaced by another, which no state tells.
+    Also yield the class names of all modules: replacing a module without weights by another leaves no trace in a state.
     """
     kinds = [type(module).__qualname__.removeprefix("Lazy") for module in model.modules()]
     yield type(model), [("classes of its modules", " ".join(kinds))]
@@ -709,7 +707,7 @@ def _shown(path: str) -> str:
 
 
 def _is_filled_once(held: _Held, source: Source) -> bool:
-    """Whether a cache has for one key the same until the end."""
+    """Return whether a cache, once it has a result for a key, keeps it until the end."""
     name = source.names_of(held.path, held.code)[-1]
     return source.fills_once(name) if NO_STATE.search(held.path) else not source.clears(name)
 
@@ -732,19 +730,19 @@ def _frames(innermost: types.FrameType) -> list[types.FrameType]:
 
 
 def _frames_elsewhere() -> list[types.FrameType]:
-    """Return those of other threads."""
+    """Return the frames of the user's functions that run in other threads."""
     mine = threading.get_ident()
-    # Up to Python 3.11, a collection may run where a frame is about to be handed out, and let its thread leave the
-    # function: to look at the frame then ends the process.
+    # Up to Python 3.11, a garbage collection may start while a frame is being returned and let its thread leave the
+    # function. Accessing the frame then crashes the process.
     with no_collections():
         return [one for ident, frame in sys._current_frames().items() if ident != mine for one in _frames(frame)]
 
 
 def _globals(frames: Sequence[types.FrameType], watched: Watched) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
-    """Yield globals that functions set, containers and objects of the user's modules, and attributes of classes."""
+    """Yield the globals of the user's modules that may change, and what their classes and functions hold."""
     running = {id(frame.f_globals) for frame in frames if frame.f_code.co_name == "<module>"}
     for module, names, functions in _user_modules(frames, watched):
-        with contextlib.suppress(Exception):  # of objects, whatever they raise when asked for their class
+        with contextlib.suppress(Exception):  # whatever the user's objects raise when asked for their class
             file, variables = os.path.basename(str(module.__file__)), dict(vars(module))
             if id(vars(module)) not in running:
                 yield file, None, [(n, v) for n, v in variables.items() if n in names or may_change(v)]
@@ -768,7 +766,7 @@ def _kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def _user_modules(frames: Sequence[types.FrameType], watched: Watched | None) -> list[_UserModule]:
-    """Return what is looked at in the modules of the program: those of what is running and is watched, first."""
+    """Return the user's modules to inspect, beginning with those of running functions and of ``watched`` objects."""
     names = dict.fromkeys(str(f.f_globals.get("__name__")) for f in frames)
     if watched is not None:
         modules = [one for model in watched.models for one in model.modules()]
@@ -791,13 +789,13 @@ def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
         if name in found or name == "__mp_main__" or module is None or not (file := _file_of(module)):
             continue
         if os.path.isabs(file) and is_users_file(file):
-            with contextlib.suppress(Exception):  # of modules that load what they are asked for
+            with contextlib.suppress(Exception):  # whatever modules raise that import their attributes on access
                 functions = list(_functions_in(module))
                 names = {name for function in functions for name in stored_by(function.__code__, _STORE_GLOBAL)}
                 found[name] = _UserModule(module, names, [function for function in functions if _kept_by(function)])
                 every += functions
                 ahead.extend(_used_by(module))
-    # a module's globals are set from others, too, as its attributes
+    # other modules may set a module's globals as its attributes
     values = {n for one in found.values() for n, v in vars(one.module).items() if type(v) in (*NUMBERS, str)}
     setting = [one.__code__ for one in every if not values.isdisjoint(one.__code__.co_names)]
     attributes = {name for code in setting for name in stored_by(code, STORE_ATTR)} & values
@@ -809,7 +807,7 @@ def _file_of(module: Any) -> str:
 
 
 def _used_by(module: types.ModuleType) -> Iterator[str]:
-    """Yield the names of modules of which something is imported."""
+    """Yield the names of the modules from which a module has imported something."""
     for value in list(vars(module).values()):
         name = value.__name__ if isinstance(value, types.ModuleType) else getattr(type(value), "__module__", None)
         if isinstance(value, (type, types.FunctionType)):
@@ -828,7 +826,7 @@ def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def _source_of(lost: Sequence[_Held], watched: Watched | None = None, *, of_loops: bool = False) -> Source:
-    """Read the files of what is running, of the user's modules, and of the classes of what is lost."""
+    """Read the files of running functions, of the user's modules, and of the classes that lost variables belong to."""
     frames = [*_frames(sys._getframe(1)), *_frames_elsewhere()]
     running = {(f.f_code.co_filename, f.f_code.co_name, f.f_code.co_firstlineno) for f in frames}
     files = {file: None for file, _, _ in sorted(running)}
@@ -848,5 +846,5 @@ def _source_of(lost: Sequence[_Held], watched: Watched | None = None, *, of_loop
 
 @functools.lru_cache(maxsize=1)
 def _read(files: tuple[str, ...], running: frozenset[tuple[str, str, int]], waits: bool, of_loops: bool) -> Source:
-    # one save asks twice
+    # a save calls it twice with the same arguments
     return Source(files, running, waits=waits, of_loops=of_loops)
