@@ -1,7 +1,7 @@
-"""Plain values that objects of users change while a run is under way: found by digests, captured where they are small.
+"""Find plain values in users' objects that change during a run, by digests, and capture and restore the small ones.
 
-What has not changed since the run began is left to the script that makes it, so a setting that its user changes between
-two runs is the user's.
+A value that has not changed since the run began is left as the script sets it, so that a setting which the user changes
+between two runs takes effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_core.digest import digest_of_parts
 from ckpt_core.state.object_walk import Found, is_generator, is_plain, reach, sample
 
 _WHOLE_BYTES = 1 << 18
-_LOOKED_AT_BYTES = 1 << 22  # of the arrays in one value: a data set's may be a list of a million
+_LOOKED_AT_BYTES = 1 << 22  # of all arrays in one value: that of a data set may be a list of a million arrays
 _SAMPLED_ITEMS = 1 << 12
 _FEWEST_ITEMS = 1 << 6
 _CAPTURED_BYTES = 64 << 20
@@ -33,30 +33,30 @@ _FEW = (int, float)
 _CONTAINERS = (list, dict, deque)
 _COUNTS = (*_FEW, np.generic, np.ndarray, torch.Tensor, *_CONTAINERS)
 _SMALL_ITEMS, _SMALL_BYTES = 1 << 10, 1 << 16
-#: How the name ends of a number of the process that has made a generator.
+#: The suffix of an attribute that holds the id of the process that has made a generator.
 OF_A_PROCESS = "_generator_pid"
-# what is kept to be faster, what a library keeps for a state_dict of its own, and what is another in each process
+# parts of names: caches, what a library keeps for a state_dict of its own, and what differs between processes
 _NO_STATE = ("cache", "state_dict", OF_A_PROCESS)
-_NOT_FILLED = ("scratch", "buf", "tmp", "temp", "workspace")  # perhaps: memory that each process finds otherwise
+_NOT_FILLED = ("scratch", "buf", "tmp", "temp", "workspace")  # perhaps uninitialized memory, which differs by process
 _KEPT_ITEMS, _KEPT_BYTES = 1 << 14, 1 << 20
-_FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # each is waited for
+_FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # items that a tensor on a device counts as, because copying it waits for that
 _EXACT = (list, tuple, set, frozenset, dict, deque)
-_FILLED = (defaultdict, Counter, OrderedDict)  # nobody but the script can make one; it is filled where it is
+_FILLED = (defaultdict, Counter, OrderedDict)  # only the script can create one; a restore fills it in place
 _SCALARS = (bool, int, str, type(None))
-# of tensors of devices, by how much of them is read: which change was read last (None: nobody counts), its digest
+# per tensor on a device, by ``most``: the tensor's version when it was read (None: torch counts none), and its digest
 _read_before: MutableMapping[torch.Tensor, dict[int | None, tuple[int | None, str]]] = WeakTensorKeyDictionary()
 _waits = contextvars.ContextVar("waits", default=True)
-#: The fingerprint of what has changed on a device that may not be waited for.
+#: The fingerprint of a value that has changed on a device, taken while waiting for devices is not allowed.
 UNREAD = "unread"
 _KINDS = "biufcSU"  # of numpy's numbers and texts
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def fingerprint(value: Any, most: int | None = None) -> str:
-    """Return a digest of a plain value, the same in every process; of long containers and arrays, that of a sample.
+    """Return a digest of a plain value, the same in every process; long containers and arrays are sampled.
 
-    Of each tensor about ``most`` elements are read. What is on a device is waited for, but in
-    :func:`looks_without_waiting`.
+    About ``most`` elements of each tensor are read (None: no such limit). Reading a tensor on a device waits for the
+    device, except in :func:`looks_without_waiting`.
     """
     try:
         return digest_of_parts(_parts(value, most))
@@ -68,10 +68,10 @@ def fingerprint(value: Any, most: int | None = None) -> str:
 
 @contextlib.contextmanager
 def looks_without_waiting(condition: bool = True) -> Iterator[None]:
-    """Let fingerprints wait for no device: that of what has changed since the last one that did is :data:`UNREAD`.
+    """Let fingerprints wait for no device: if a tensor has changed since it was last read, it is :data:`UNREAD`.
 
-    Does nothing if the ``condition`` is false. They see no change that torch does not count, such as one by the replay
-    of a CUDA graph.
+    Does nothing if the ``condition`` is false. Changes that a tensor's version counter does not count, such as those
+    by the replay of a CUDA graph, are not seen.
     """
     token = _waits.set(_waits.get() and not condition)
     try:
@@ -93,7 +93,7 @@ def _parts(value: Any, most: int | None) -> Iterator[bytes]:
 
 
 def _read(tensors: list[tuple[torch.Tensor, torch.Tensor]], most: int | None) -> None:
-    """Copy samples of tensors of devices, each device's at once: it is waited for once."""
+    """Copy samples of tensors from devices and note their digests; all of one device at once, to wait for it once."""
     by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for tensor, sample_ in tensors:
         flat = sample_.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
@@ -113,7 +113,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 def _parts_of_host(
     value: Any, left: list[int], most: int | None, on_devices: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> Iterator[bytes]:
-    """Yield the parts of a value, but those that are to be read from devices, of which samples are added."""
+    """Yield the bytes to digest of a value; tensors on devices are added to ``on_devices`` instead, with a sample."""
     if isinstance(value, torch.Tensor):
         tensor, value = value, value.detach()
         if most is not None:
@@ -127,7 +127,7 @@ def _parts_of_host(
         if not _is_whole(value.numel() * value.element_size(), left):
             value = _thinned(value.flatten() if value.is_contiguous() else value, left)
         if not value.is_cpu:
-            # a piece of what several ranks have could not be read without them
+            # a tensor subclass, such as a shard of a distributed tensor, could not be read without the other ranks
             on_devices += [(tensor, value)] if type(tensor) in (torch.Tensor, torch.nn.Parameter) else []
             return
         flat = value.reshape(-1)
@@ -135,7 +135,7 @@ def _parts_of_host(
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype}{value.shape}".encode()
         if _is_file(value):
-            return  # which is no state of the run: to look at it would read from the disk
+            return  # the file's content is no state of the run, and reading it would access the disk
         if not _is_whole(value.nbytes, left):
             value = _thinned(value.reshape(-1) if value.flags.c_contiguous else value, left)
         yield value.tobytes()
@@ -145,7 +145,7 @@ def _parts_of_host(
             yield repr(key).encode()
             yield from _parts_of_host(value[key], left, most, on_devices)
     elif isinstance(value, (set, frozenset)):
-        # of one set, its members alone: their order is another in each process
+        # sorted, because the order of a set's members differs between processes
         yield f"{type(value).__name__}{len(value)}".encode()
         yield "".join(sorted(map(repr, value)) if len(value) <= _SAMPLED_ITEMS else []).encode()
     elif isinstance(value, (list, tuple, deque)):
@@ -166,7 +166,7 @@ def _is_whole(size: int, left: list[int]) -> bool:
 
 
 def _thinned(array: Any, left: list[int]) -> Any:
-    """Return some elements, spread over all axes: to flatten what is not contiguous would copy it."""
+    """Return some elements, spread over all axes, because flattening a non-contiguous array would copy it."""
     number = _SAMPLED_ITEMS if left[0] >= 0 else _FEWEST_ITEMS
     along = max(1, round(number ** (1 / max(1, array.ndim))))
     return array[tuple(slice(None, None, max(1, size // along)) for size in array.shape)]
@@ -179,7 +179,7 @@ def _reference(value: Any) -> Callable[[], Any] | None:
 
 
 def is_record(value: Any, depth: int = 4) -> bool:
-    """Return whether a value is a whole number, or a list of numbers and texts: those most often only tell."""
+    """Return whether a value is a whole number, or a list of numbers and texts: most of them are only logged."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return depth > 0 and all(isinstance(i, (int, float, str)) or is_record(i, depth - 1) for i in sample(value))
     return type(value) is int
@@ -187,7 +187,7 @@ def is_record(value: Any, depth: int = 4) -> bool:
 
 def _is_data(value: Any, depth: int = 4) -> bool:
     if isinstance(value, dict):
-        # a sample may have a whole number, too; one that is not whole may be a time, and a text the path of a copy
+        # a sample of data may contain whole numbers; a float may be a time, and a text the path of a local copy
         others = () if depth == 4 else (int, np.integer)
         items = [value[key] for key in sample(value)] if depth > 0 else []
         held = [one for one in items if not isinstance(one, others)]
@@ -203,18 +203,18 @@ def _is_no_state(path: str, *words: str) -> bool:
 
 
 class _Unread(Exception):  # noqa: N818 - as below
-    """It has changed on a device, and nobody waits for that."""
+    """A tensor has changed on a device, and waiting for the device is not allowed."""
 
 
 class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
-    """It is not captured."""
+    """A value is too large, or of a class that is not captured."""
 
 
 class PlainState:
-    """The plain values that an object carries, and which of them have changed since this was made.
+    """The plain values that an object carries, compared with those that it had when this was created.
 
-    Attributes of the object itself that are in ``ignore`` are left out; ``skip`` are objects that it may hold and that
-    are not looked into, ``leave`` classes of such objects.
+    Attributes of the object itself that are in ``ignore`` are left out. Objects in ``skip``, and those of classes in
+    ``leave``, are not inspected.
     """
 
     _TELLS_WHAT_IS_OPEN: tuple[type, ...] = (bool, str, type(None))
@@ -234,8 +234,8 @@ class PlainState:
         self.begin()
 
     def begin(self) -> None:
-        """Take what the object carries now as what it began with."""
-        # the values themselves are kept, too: a list that was changed in place is the same list
+        """Take the object's present values as its initial ones."""
+        # references are kept, too, to recognize a list that was changed in place
         self._known = {f.path: (fingerprint(f.value), _reference(f.value)) for f in self._found()}
         self._scalars = {f.path: f.value for f in self._found() if type(f.value) in _SCALARS}
         self._types: dict[int, dict[Any, type]] = {}
@@ -251,22 +251,22 @@ class PlainState:
                 yield found
 
     def data(self, but: Collection[str] = ()) -> dict[str, str]:
-        """Return the digests of the arrays, tensors and lists of numbers that the object began with, ``but`` some."""
+        """Return the initial digests of arrays, tensors and lists of numbers, except those of the paths in ``but``."""
         return {path: digest for path, digest in self._data.items() if path not in but}
 
     def made(self, path: str) -> str:
-        """Return the digest of what a value was when the object was given to this, empty if there was none."""
+        """Return the digest of the initial value at a path; empty if there was none."""
         return self._known.get(path, ("", None))[0]
 
     def has_opened(self, found: Found, *, kinds: tuple[type, ...] = ()) -> bool:
-        """Return whether a flag or name, or one of ``kinds``, may be of what its object holds and no other process has.
+        """Return whether a flag or text, or a value of ``kinds``, may describe a resource that its object has opened.
 
-        That is an open file, or anything else that is not plain, where there was nothing.
+        That is an open file, or another object that is not plain, where there was none. It exists in this process only.
         """
         return type(found.value) in (*self._TELLS_WHAT_IS_OPEN, *kinds) and self._has_opened(found.holder)
 
     def _has_opened(self, holder: Any) -> bool:
-        # a list may be where a dictionary was that is gone
+        # a list may have got the id of a dictionary that was freed
         known = self._types.get(id(holder)) if isinstance(holder, dict) else None
         return known is not None and any(
             type(one) is not known.get(name) and not _is_plain_or_draws(one) for name, one in [*holder.items()]
@@ -291,18 +291,18 @@ class PlainState:
         return {found.path: found.value for found in self._found()}
 
     def changed(self) -> dict[str, tuple[str, Found]]:
-        """Return the digests of the values that have changed since the beginning, and the values."""
+        """Return the values that have changed since the beginning, with their digests."""
         changed = {
             found.path: (fingerprint(found.value), found) for found in self._found() if not self._is_known(found)
         }
         return {path: one for path, one in changed.items() if self._known.get(path, ("", None))[0] != one[0]}
 
     def in_attributes(self, kinds: tuple[type, ...]) -> list[Found]:
-        """Return the values of some types that attributes of objects are."""
+        """Return the values of some types that are attributes of objects, or items of dictionaries."""
         return [found for found in self._found() if isinstance(found.value, kinds) and isinstance(found.holder, dict)]
 
     def without_records(self, digests: Mapping[str, str]) -> dict[str, str]:
-        """Leave out whole numbers, and lists of numbers and texts: most often they only tell what has happened."""
+        """Leave out whole numbers, and lists of numbers and texts: most of them only record what has happened."""
         if not digests:
             return {}
         records = {found.path for found in self._found() if found.path in digests and is_record(found.value, 4)}
@@ -311,8 +311,8 @@ class PlainState:
     def capture(self) -> tuple[dict[str, Any], list[str]]:
         """Capture the values that have changed since the beginning; also return the paths of those that cannot be.
 
-        Those are too large, or of a kind of their own. Flags and names of an object of which not all is captured are
-        left out, too: a new process begins with none of it. A number that went from 0 to 1 may be such a flag.
+        Those are too large, or of an unknown class. Flags and texts of an object that is not captured completely are
+        left out, too, because a new process begins without the rest. A number that went from 0 to 1 may be such a flag.
         """
         values, left_out, flags, incomplete = {}, [], [], set[int]()
         for found in self._found():
@@ -333,11 +333,11 @@ class PlainState:
         for found in flags:
             if id(found.holder) in incomplete or self._has_opened(found.holder):
                 del values[found.path]
-                left_out += [found.path] if type(found.value) is int else []  # it may count something else
+                left_out += [found.path] if type(found.value) is int else []  # it may be a count and no flag
         return values, left_out
 
     def copy(self, paths: Collection[str]) -> dict[str, Any]:
-        """Copy some values, to be put back by :meth:`restore`; those that are too large are left out."""
+        """Copy some values for :meth:`restore`; those that are too large are left out."""
         values = {}
         for found in self._found():
             if found.path in paths:
@@ -348,7 +348,7 @@ class PlainState:
 
     @contextlib.contextmanager
     def temporarily(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Put captured values back for a while."""
+        """Put captured values back for the duration of a ``with`` block."""
         before = self.copy(values)
         self.restore(values)
         try:
@@ -357,7 +357,7 @@ class PlainState:
             self.restore(before)
 
     def restore(self, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> list[str]:
-        """Put captured values back, but those of some paths; return the paths that the object does not have."""
+        """Put captured values back, except those of paths in ``but``; return paths that the object does not have."""
         places = {found.path: found for found in self._found()}
         missing = []
         for path, saved in values.items():
@@ -366,7 +366,7 @@ class PlainState:
             value = _decode(saved["value"], saved.get("device"))
             found = places.get(path)
             if found is not None:
-                # of tensors on a device it does not tell their numbers
+                # a copy on a device has not been read, so fingerprints cannot be compared
                 if "device" not in saved and fingerprint(found.value) == fingerprint(value):
                     continue
                 in_place = saved["in_place"] or saved.get("only_filled", False)
@@ -382,19 +382,19 @@ class PlainState:
 
 
 class Counts(PlainState):
-    """The numbers that an object carries in its attributes, as far as they are small, in a data loading worker.
+    """The small numbers, arrays and containers of them in an object's attributes, in a data loading worker.
 
-    Those that may be of what a worker has opened (:meth:`has_opened`) are left alone.
+    Those that may describe a resource that the worker has opened (:meth:`has_opened`) are left alone.
     """
 
     _TELLS_WHAT_IS_OPEN = _SCALARS
 
     def begin(self) -> None:
-        """Take the numbers that are there now as those that the object began with."""
+        """Take the object's present numbers as its initial ones."""
         self._places: dict[str, tuple[Found, Any, dict[str, Any]]] = {}
         self._types = {}
         for found in self.in_attributes(_COUNTS):
-            is_shared = isinstance(found.value, torch.Tensor) and found.value.is_shared()  # with the other processes
+            is_shared = isinstance(found.value, torch.Tensor) and found.value.is_shared()  # with other processes
             items = len(found.value) if isinstance(found.value, _CONTAINERS) else 0
             is_small = getattr(found.value, "nbytes", 0) <= _SMALL_BYTES and items <= _SMALL_ITEMS
             is_count = is_small and type(found.value) is not bool and not is_shared and not _is_no_state(found.path)
@@ -406,7 +406,7 @@ class Counts(PlainState):
                     self._types[id(found.holder)] = _types_in(found.holder)
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers that have changed since this was made, for :meth:`restore`."""
+        """Return the numbers that have changed since the beginning, for :meth:`restore`."""
         changed = {}
         for path, (found, known, _) in self._places.items():
             value = found.holder.get(found.key)  # type: ignore[union-attr]
@@ -415,11 +415,11 @@ class Counts(PlainState):
         return {path: {**value, "in_place": True} for path, value in changed.items() if value is not None}
 
     def restore(self, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> list[str]:
-        """Put captured numbers back; the others are what they were first."""
+        """Put captured numbers back, and reset all others to their initial values."""
         known = {}
         for path, (found, _, first) in self._places.items():
             now = found.holder.get(found.key) if isinstance(found.holder, dict) else None
-            # where there were numbers, a batch may have put generators
+            # loading a batch may have replaced numbers by generators
             if not self.has_opened(found) and small(now, is_kept=True) is not None:
                 known[path] = values.get(path, first)
         return super().restore(known, but)
@@ -428,7 +428,7 @@ class Counts(PlainState):
 def holder_of(owner: Any, path: str) -> Any:
     """Return the object that has the attribute at the end of a path; None if there is none, or it is in a container."""
     holder = owner
-    with contextlib.suppress(Exception):  # of a user's class, whatever it raises: a save must not end by a look
+    with contextlib.suppress(Exception):  # a user's class may raise anything, which must not fail a save
         for name in path.split(".")[:-1]:
             if isinstance(holder, dict):
                 holder = holder[name]
@@ -444,7 +444,7 @@ def _types_in(holder: dict[Any, Any]) -> dict[Any, type]:
 
 def _is_plain_or_draws(value: object) -> bool:
     try:
-        # by a value of its thread, a transform of MONAI notes whether it is traced
+        # a transform of MONAI notes in a thread-local value whether it is traced
         of_thread = isinstance(value, threading.local) and is_plain(value.__dict__)
         return of_thread or is_plain(value) or is_generator(value)
     except Exception:  # noqa: BLE001 - of a user's class, whatever it raises when it is looked at
@@ -452,10 +452,10 @@ def _is_plain_or_draws(value: object) -> bool:
 
 
 def small(value: Any, *, is_kept: bool = False, waits: bool = True) -> dict[str, Any] | None:
-    """Return a number, or numbers, for :meth:`PlainState.restore`; None for what is large, or more than numbers.
+    """Encode a number, or a container of numbers, for :meth:`PlainState.restore`; None if it is large or holds others.
 
-    With ``is_kept``, a script is known to keep them for a while: tensors are taken too, and more items; only with
-    ``waits`` those on a device.
+    With ``is_kept``, the script is known to keep it for a while: larger tensors, arrays and more items are accepted,
+    but containers of tensors on a device only with ``waits``.
     """
     devices = set[str]()
     if not _is_of_numbers(value, devices, is_kept=is_kept) or len(devices) > 1:
@@ -480,7 +480,7 @@ def _is_of_numbers(value: Any, devices: set[str], *, is_kept: bool) -> bool:
         return len(value) <= _KEPT_ITEMS and all(_is_of_numbers(item, devices, is_kept=is_kept) for item in items)
     if isinstance(value, np.ndarray):
         return is_kept and not value.dtype.hasobject
-    # a text may be the name of a file of a process that is gone
+    # no texts: one may be the name of a file of a process that has ended
     return isinstance(value, (bool, int, float, type(None), np.generic))
 
 
@@ -490,9 +490,9 @@ def _encoded(value: Any, left: list[int]) -> dict[str, Any]:
     try:
         encoded = {"value": _encode(dict(value) if is_filled else value, left, devices)}
     except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise _TooMuch from error  # of a class that nobody thought of: a save must not end by it
+        raise _TooMuch from error  # an unforeseen class must not fail a save
     if len(devices) > 1:
-        raise _TooMuch  # nobody would know where the numbers belong
+        raise _TooMuch  # a single device is noted for the whole value
     device = devices - {"cpu"}
     return {**encoded, **({"only_filled": True} if is_filled else {}), **({"device": device.pop()} if device else {})}
 
@@ -523,7 +523,7 @@ def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
     _spend(left, len(value), 0)
     inside = value.values() if isinstance(value, dict) else value
     if sum(len(item) for item in inside if type(item) in _EXACT) > left[0]:
-        raise _TooMuch  # each save would copy half of a data set to find that out
+        raise _TooMuch  # checked first, or each save would copy half of a data set to find that out
     if isinstance(value, dict):
         return {"dict": [[_encode(key, left, devices), _encode(item, left, devices)] for key, item in value.items()]}
     kind, items = type(value).__name__, list(value)
@@ -545,7 +545,7 @@ def _encode(value: Any, left: list[int], devices: set[str]) -> Any:
 
 
 def _is_file(value: Any) -> bool:
-    """Return whether an array is of a file; what is computed from such an array is of its class, and in memory."""
+    """Return whether an array is mapped from a file; results computed from it have its class, but are in memory."""
     return isinstance(value, np.memmap) and getattr(value, "_mmap", None) is not None
 
 
@@ -582,13 +582,13 @@ def _decode(saved: Any, device: str | None = None) -> Any:
 
 
 def _fill(old: Any, new: Any) -> bool:
-    """Give an object, that others may hold too, the contents of another one; return whether that was possible."""
+    """Replace the contents of an object, which others may refer to, in place; return whether that was possible."""
     if type(old) is not type(new) and not (type(old) in _FILLED and type(new) is dict):
         return False
     if isinstance(old, torch.Tensor):
         if old.shape != new.shape or old.dtype != new.dtype:
             return False
-        # one of the inference mode is not to be changed, nor one whose elements share memory
+        # torch refuses to change inference tensors, and tensors whose elements share memory
         with torch.no_grad(), contextlib.suppress(RuntimeError):
             old.copy_(new)
             return True

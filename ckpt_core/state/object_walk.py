@@ -1,8 +1,7 @@
-"""What objects of users carry: walks data sets, samplers, transforms, callbacks and modules for what a run may change.
+"""Walk users' objects (data sets, samplers, transforms, callbacks, modules) to find generators and values in them.
 
-Only ``__dict__`` and ``__slots__`` are looked at, never a property, so that walking has no effects. What belongs to a
-library that keeps no state of a training there (files, locks, tables, tensors' storages, the frameworks themselves) is
-not entered.
+Only ``__dict__`` and ``__slots__`` are read, never a property, so that walking has no side effects. Objects of
+libraries that hold no training state (files, locks, tables, storages of tensors, the frameworks' own) are not entered.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _DEPTH = 8
 _OBJECTS = 10_000
 _ITEMS = 256
 _SAMPLE = 64
-_MOST_SHARED = (1 << 18) + 1  # numbers: one more than are captured
+_MOST_SHARED = (1 << 18) + 1  # numbers in shared memory: one more than are captured
 
-# collators of transformers draw masks from a generator of theirs, and the Trainer wraps them
-# and stages of webdataset shuffle with a generator, or a count of the epochs
+# libraries whose objects are entered: transformers' collators, which its Trainer wraps, draw masks from their own
+# generator, and webdataset's stages shuffle with a generator or a count of epochs
 _ENTERED = (
     *("torch.utils.data", "torch.nn", "webdataset."),
     *("transformers.data.data_collator", "transformers.trainer_utils"),
 )
-_AUGMENTATIONS = "kornia."  # keep in attributes with an underscore what they have drawn last
+_AUGMENTATIONS = "kornia."  # its modules keep the last random values in attributes with an underscore
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_GENERATORS = frozenset({*_SCALARS, *_CONTAINERS, torch.Tensor, types.FunctionType, types.MethodType})
@@ -60,14 +59,14 @@ class Found(NamedTuple):
 
     @property
     def holder(self) -> dict[Any, Any] | list[Any] | None:
-        """The dictionary, also of attributes, or list that it is in; None if it is elsewhere."""
+        """The dictionary (such as an object's ``__dict__``) or list that contains it; None for other places."""
         into = getattr(getattr(self.put, "func", None), "__self__", None)
         return into if isinstance(into, (dict, list)) else None
 
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a random generator whose state can be read."""
-    if type(value) in _NO_GENERATORS:  # most values; torch's class is slow to say so
+    if type(value) in _NO_GENERATORS:  # a shortcut for most values: isinstance with torch's class is slow
         return False
     if isinstance(value, random.SystemRandom):
         return False
@@ -76,7 +75,7 @@ def is_generator(value: object) -> bool:
 
 
 def is_reader(value: object) -> bool:
-    """Return whether a value is an iterator that is somewhere in data, where nobody can bring another one."""
+    """Return whether a value is an iterator over data, whose position cannot be restored."""
     of_torch = type(value).__module__.startswith("torch.utils.data") and isinstance(value, Iterator)
     return of_torch or isinstance(value, types.GeneratorType)
 
@@ -90,11 +89,11 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def set_by_libraries(kind: Any) -> frozenset[str]:
-    """Return the attributes that methods of libraries' classes among the bases of a class set."""
+    """Return the names of the attributes that methods set which a class inherits from libraries."""
     return frozenset().union(*map(_set_by_methods, filter(is_library, kind.__mro__)))
 
 
-@functools.lru_cache(maxsize=1024)  # most classes share the bases with the most methods
+@functools.lru_cache(maxsize=1024)  # by base, because most classes share the bases with the most methods
 def _set_by_methods(base: Any) -> frozenset[str]:
     names = set[str]()
     for value in vars(base).values():
@@ -105,21 +104,21 @@ def _set_by_methods(base: Any) -> frozenset[str]:
 
 
 def stored_by(code: types.CodeType, opcode: int) -> set[str]:
-    """Return the names that the instructions of one kind in a function's code have."""
+    """Return the names that instructions of one opcode in a function's code refer to."""
     if opcode not in code.co_code[::2]:
         return set()
     return {step.argval for step in dis.get_instructions(code) if step.opcode == opcode}
 
 
 def shared_value(value: Any, most: int = _SAMPLE) -> Any:
-    """Return the number in shared memory that an object of ``multiprocessing`` or ctypes is, or the first of many."""
-    # past its lock, which a process that is gone may hold
+    """Return the number in shared memory behind an object of ``multiprocessing`` or ctypes, or the first ``most``."""
+    # read without its lock, which a dead process may still hold
     inner: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
     return list(inner[:most]) if isinstance(inner, ctypes.Array) else inner.value
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
-    """Return whether a value is a number, text, tensor or array, or made of those; of long containers, a sample is."""
+    """Return whether a value is a number, text, tensor, array, or a container of these; long ones are sampled."""
     if isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)):
         return True
     if isinstance(value, np.ndarray):
@@ -157,11 +156,11 @@ def reach(
     skip: tuple[object, ...] = (),
     leave: tuple[type, ...] = (),
 ) -> Iterator[Found]:
-    """Find what an object, also a function with its closure, carries in its attributes and in objects that it holds.
+    """Yield generators and values in an object's attributes and, recursively, in objects that it holds.
 
-    Each generator is given once, each value that is ``plain`` in every place where it is, and so are ``readers``.
-    Attributes of ``owner`` itself that are in ``ignore`` are left out; the objects in ``skip`` are not entered, nor are
-    those of the classes in ``leave``.
+    The object may also be a function with a closure. Each generator is yielded once. Plain values (if ``plain``) and
+    iterators over data (if ``readers``) are yielded in every place where they are. Attributes of ``owner`` itself that
+    are in ``ignore`` are left out. Objects in ``skip``, and those of classes in ``leave``, are not entered.
     """
     seen = {id(value) for value in skip}
     left, least, in_functions = _OBJECTS, 0, 0
@@ -173,7 +172,7 @@ def reach(
         seen.add(id(value))
         left -= 1
         if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
-            # a function may be bound to anything, such as the whole script: only generators are taken from there
+            # a function may be bound to anything, such as the whole script, so only generators are taken from it
             in_functions += 1
             try:
                 yield from walk_function(value, path, depth)
@@ -200,7 +199,7 @@ def reach(
         nonlocal least
         if len(value) > _ITEMS:
             return
-        before, least = least, max(least, left // 2)  # records leave some for what comes after them
+        before, least = least, max(least, left // 2)  # a large container leaves half of the budget for later objects
         named: list[tuple[str, Any, Callable[[Any], None]]]
         if isinstance(value, dict):
             named = [(str(key), child, functools.partial(value.__setitem__, key)) for key, child in value.items()]
@@ -235,7 +234,7 @@ def reach(
 
     def walk_module(value: torch.nn.Module, path: str, depth: int) -> Iterator[Found]:
         for name, buffer in value._buffers.items():
-            # persistent buffers are in the module's state_dict; but nobody saves that of a transform
+            # persistent buffers are in the module's state_dict, but that of a transform is not saved
             unsaved = name in value._non_persistent_buffers_set or not isinstance(owner, torch.nn.Module)
             if plain and not in_functions and unsaved and buffer is not None:
                 yield Found(_join(path, name), buffer, functools.partial(setattr, value, name))
@@ -251,7 +250,7 @@ def reach(
                 yield Found(_join(path, name), child, _nowhere)
 
     def visit(child: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[Found]:
-        # what a user's class raises when it is looked at (a proxy, a lazy list) ends no save: nothing is found there
+        # a user's object (a proxy, a lazy list) that raises when it is inspected is skipped and fails no save
         with contextlib.suppress(Exception):
             yield from look(child, path, put, depth)
 
@@ -266,7 +265,7 @@ def reach(
             if readers and not in_functions:
                 yield Found(path, child, put)
         elif isinstance(child, enum.Enum):
-            # by its name, of flags by their value: all that have a member share it, and what it holds is not theirs
+            # a member is represented by its name, a flag by its value, because all users of a member share the object
             if plain and not in_functions:
                 told = child.value if isinstance(child, enum.Flag) else child.name
                 yield Found(path, told, functools.partial(_put_member, put, type(child)))
@@ -277,7 +276,7 @@ def reach(
             if plain and not in_functions and is_plain(value := shared_value(child, _MOST_SHARED)):
                 yield Found(path, value, functools.partial(_share, child))
         elif type(child).__name__ == "SharedScalar" and type(child).__module__.startswith("streaming."):
-            if plain and not in_functions:  # in which mosaicml-streaming counts the epochs
+            if plain and not in_functions:  # mosaicml-streaming counts epochs in it
                 yield Found(path, child.get().item(), child.set)
         else:
             yield from walk(child, path, depth)
@@ -288,7 +287,7 @@ def reach(
         else:
             yield from walk(owner, "", _DEPTH)
     finally:
-        owner = None  # the functions in here hold each other, and it, until garbage is collected
+        owner = None  # these nested functions form a reference cycle, which would keep it alive until collected
 
 
 def _join(path: str, name: str) -> str:
@@ -296,7 +295,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _nowhere(value: Any) -> None:
-    """It cannot be replaced where it is."""
+    """Do nothing: stands for :attr:`Found.put` of a value that cannot be replaced in its place."""
 
 
 def _share(shared: Any, value: Any) -> None:
@@ -308,12 +307,12 @@ def _share(shared: Any, value: Any) -> None:
 
 
 def _put_member(put: Callable[[Any], None], kind: type[enum.Enum], told: Any) -> None:
-    with contextlib.suppress(KeyError, ValueError):  # the script has it no more
+    with contextlib.suppress(KeyError, ValueError):  # the script no longer has that member
         put(kind(told) if issubclass(kind, enum.Flag) else kind[told])
 
 
 def _into(holder: Any, name: str) -> Callable[[Any], None]:
-    # as plainly as it was found: samplers and loaders may refuse to have attributes set
+    # through __dict__, because the __setattr__ of samplers and loaders may refuse
     return functools.partial(vars(holder).__setitem__, name)
 
 
@@ -329,7 +328,7 @@ def _is_entered(value: object, owner: object) -> bool:
     if not isinstance(getattr(value, "__dict__", None), dict) and not slots_of(kind):
         return False
     if isinstance(value, torch.nn.Module):
-        # what has parameters is the model that is trained, and no part of a data set
+        # a module with parameters is the model being trained, which a data set may refer to
         return isinstance(owner, torch.nn.Module) or next(value.parameters(), None) is None
     if isinstance(value, (torch.utils.data.Dataset, torch.utils.data.Sampler)):
         return True
@@ -342,7 +341,7 @@ _known_classes: weakref.WeakKeyDictionary[type, dict[str, Callable[[], Any]]] = 
 
 
 def _code_of_class(kind: type) -> Mapping[str, Callable[[], Any]]:
-    """Return where generators may be that a class or its methods name, by their names."""
+    """Return, by name, getters of generators that are class attributes or globals used by a class's methods."""
     if kind not in _known_classes:
         found: dict[str, Callable[[], Any]] = {}
         for base in kind.__mro__:
@@ -372,7 +371,7 @@ def _names_in(code: types.CodeType) -> list[str]:
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code, and those of what is defined in it."""
+    """Yield a code object and those of functions and classes defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

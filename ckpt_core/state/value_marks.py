@@ -1,8 +1,8 @@
-"""What tells one value of a script's variable from another, and what objects hold values that training may change.
+"""Marks of user variables: short texts that identify values, and the search for values in the objects that hold them.
 
-A look goes into what a variable holds and gives each value in it a mark: a short text that another process makes of the
-same value, too. Nothing that is looked at is changed: iterators are not moved, and what a class of the user's raises is
-not an error. What a mark is made of depends on the kind of value, of which a checkpoint has the name.
+:class:`Look` inspects the contents of a variable and gives each value in it a mark, which is the same for an equal
+value in another process. Inspection changes nothing: iterators are not advanced, and exceptions of a user's class are
+ignored. What a mark is made from depends on the kind of the value (``WEIGHTS``, ``PLACE``), which a checkpoint notes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _in_file(file: io.BytesIO | io.StringIO) -> Any:
     return None if file.closed else [file.tell(), fingerprint(file.getvalue()[:_FILE])]
 
 
-# objects of libraries that keep a value, and what they keep
+# classes of libraries whose objects hold a value, and functions that return it
 _KEEPS: dict[type, Callable[[Any], Any]] = {
     array.array: lambda one: [len(one), memoryview(one)[:_BYTES].tobytes()],
     bytearray: lambda one: [len(one), bytes(one[:_BYTES])],
@@ -79,7 +79,7 @@ _SHARED = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)
 _BYTES = 1 << 12
 _FILE = 1 << 16
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-# what may change, of classes that are entered otherwise by nobody
+# classes of libraries whose objects training may change
 _CHANGEABLE = (
     itertools.count,
     types.GeneratorType,
@@ -100,17 +100,17 @@ _CHANGEABLE = (
 NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
 _VARIABLES, MOST_VALUES, _OF_WEIGHTS, _DEPTH = 256, 64, 8, 5
 _LONGEST = 80  # characters of a key
-OF_CODE = "'def "  # what the mark of a function or class begins with
-_LARGE_CACHE = 4096  # results; of a bounded one, all are asked for
-# What is known of a thing: it is a copy of the weights; it stays until training changes it; it is a place in something
-# that may begin again; it is a value, of which the source must tell.
+OF_CODE = "'def "  # prefix of the mark of a function or class
+_LARGE_CACHE = 4096  # results; all those of a bounded cache have to be listed
+# Kinds of values: a copy of the weights; an object that stays the same until training changes it; a position in
+# something that may begin again; a plain value, about which only the source shows whether it matters.
 WEIGHTS, STAYS, PLACE, VALUE = "weights", "stays", "place", "value"
-CACHE = "cache"  # of a function, which is lost if it is computed again and comes to something else
+CACHE = "cache"  # results of a function: lost if they are computed again and differ
 CODE = "code"  # a function or class, which may be replaced by another one
 
 
 class Known(NamedTuple):
-    """The models, by what tells what is a part or a copy of them."""
+    """Ids and shapes of the models and of their parts, by which a part or a copy of a model is recognized."""
 
     models: list[int]
     shapes: set[torch.Size]
@@ -126,7 +126,7 @@ class Known(NamedTuple):
 
 
 class Look:
-    """One look at everything, which sees each object once."""
+    """One inspection of all variables, in which each object is visited once."""
 
     def __init__(self, known: Known, held: Sequence[object]) -> None:
         self._shapes, self._parameters = known.shapes, known.parameters
@@ -136,9 +136,9 @@ class Look:
         return id(value) in self._seen
 
     def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None, str]]:
-        """Return of each value in a variable its path, its kind, itself, whose attribute it is, and its mark."""
+        """Return path, kind, value, class of the owner, and mark of each value in a variable."""
         found: list[tuple[str, str, Any, type | None, str]] = []
-        with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
+        with contextlib.suppress(Exception):  # whatever the user's classes raise when they are inspected
             for path, what, one, owner in itertools.islice(self._walk(name, value, None, _DEPTH), MOST_VALUES):
                 found.append((path, what, one, owner, _mark(what, one)))
         return found
@@ -203,7 +203,7 @@ class Look:
         every = list(value.parameters())
         parameters = [one for one in every if id(one) not in self._parameters]  # an average may hold the model, too
         if every and not parameters:
-            return  # it is a part of what is saved, or holds it and nothing else
+            return  # it is a part of a saved model, or a wrapper without parameters of its own
         if isinstance(state := getattr(value, "metric_state", None), dict):
             yield path, PLACE, {**state, "": getattr(value, "_update_count", None)}, owner
         elif parameters and self._shapes <= {one.shape for one in parameters}:
@@ -213,7 +213,7 @@ class Look:
 
 
 def _kept_in(value: Any) -> Any:
-    """Return the plain value that an object of a library keeps, another object as it is."""
+    """Return the plain value that an object of a library holds; return any other object as it is."""
     if isinstance(value, _SHARED):
         return shared_value(value)
     keeps = _KEEPS.get(type(value))
@@ -226,7 +226,7 @@ def _code_in_words(value: Any) -> str:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object, those in slots too, and what its class has in the place of others."""
+    """Return the attributes of an object, also those in slots, and those that it still has from its class."""
     kind: Any = type(value)
     own = getattr(value, "__dict__", {})
     elsewhere = [name for name in slots_of(kind) if hasattr(value, name)]
@@ -236,19 +236,19 @@ def own_attributes(value: Any) -> list[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=256)
 def defaults_of(kind: Any) -> tuple[str, ...]:
-    """Return the names of plain values of a user's class, which an instance may get one of its own in the place of."""
+    """Return the names of plain class attributes of a user's class, which an instance attribute may override."""
     bases = [] if is_library(kind) else [base for base in kind.__mro__ if not is_library(base)]
     names = {name: value for base in reversed(bases) for name, value in vars(base).items() if name[:2] != "__"}
     return tuple(name for name, value in names.items() if type(value) in (*NUMBERS, str))
 
 
 def _is_named_tuple(value: Any) -> bool:
-    # asked of its class: dictionaries whose keys are attributes answer whatever they are asked, or raise
+    # the class is asked, because dictionaries with keys as attributes may have any attribute, or raise
     return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
 def children_of(value: Any) -> list[tuple[str, Any]]:
-    """Return what is directly in an object, by name: nothing of libraries' objects, and of what is too large."""
+    """Return the direct contents of an object, by name; none of most libraries' objects and of long containers."""
     if _is_named_tuple(value):
         return list(value._asdict().items())
     if isinstance(value, CONTAINERS):
@@ -271,7 +271,7 @@ def children_of(value: Any) -> list[tuple[str, Any]]:
         return []
     librarys = _private_names_of_libraries(type(value))  # type: ignore[arg-type]
     found = [(name, one) for name, one in own_attributes(value) if name not in librarys]
-    if isinstance(value, Dataset):  # its data is no state, and much
+    if isinstance(value, Dataset):  # its data is no state, and large
         return [
             (name, one)
             for name, one in found
@@ -288,7 +288,7 @@ def _cached_properties(kind: type) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _private_names_of_libraries(kind: type) -> frozenset[str]:
-    """Return names with an underscore that classes of libraries under a class of the user's use, and those do not."""
+    """Return the names with an underscore that a class's bases from libraries use, and those of the user do not."""
     names: dict[bool, set[str]] = {True: set(), False: set()}
     for base in kind.__mro__:
         codes = (getattr(one, "__code__", None) for one in vars(base).values())
@@ -303,7 +303,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _position_in(value: Any) -> Any:
-    """Return how far an iterator is, without moving it; None if it is no iterator, or nobody knows."""
+    """Return the position of an iterator, without advancing it; None if it is no iterator or this is unknown."""
     if isinstance(value, _POSITIONS):
         return operator.length_hint(value)
     if isinstance(value, itertools.count):
@@ -328,14 +328,14 @@ def _flat(part: Any) -> tuple[Any, ...]:
 
 
 def _cached_by(function: Any) -> dict[str, str]:
-    """Return what ``functools.cache`` has kept, if nothing of it was computed twice: marks of arguments and results."""
+    """Return the contents of a ``functools.cache`` as marks of arguments and results, if nothing was computed twice."""
     code, info = getattr(inspect.unwrap(function), "__code__", None), function.cache_info()
     is_large = info.maxsize is not None and info.currsize > _LARGE_CACHE
     if code is None or not is_users_file(code.co_filename) or info.misses != info.currsize > 0 or is_large:
         return {}
-    parts = gc.get_referents(function)  # the cache itself is in C
+    parts = gc.get_referents(function)  # the cache is implemented in C and has no attribute for this
     cache = next(one for one in parts if isinstance(one, dict) and one is not vars(function))
-    results = {id(one): after for one, after in itertools.pairwise(parts)}  # a bounded one has them beside each other
+    results = {id(one): after for one, after in itertools.pairwise(parts)}  # a bounded cache lists key, result, key...
     return _marks_of((key, kept if info.maxsize is None else results.get(id(key))) for key, kept in _newest(cache))
 
 
@@ -349,12 +349,12 @@ def _marks_of(cached: Iterator[tuple[Any, Any]]) -> dict[str, str]:
         if is_plain(result):
             arguments = key if isinstance(key, (tuple, list)) else [key]
             called = repr([mark(one) if is_plain(one) else type(one).__name__ for one in arguments])
-            found[called] = mark(result) if called not in found else ""  # of objects that cannot be told apart
+            found[called] = mark(result) if called not in found else ""  # arguments that have the same marks
     return found
 
 
 def is_other(saved: str, now: str) -> bool:
-    """Whether two marks of caches have another result for the same arguments."""
+    """Return whether two marks of caches have different results for the same arguments."""
     before, after = json.loads(saved or "{}"), json.loads(now or "{}")
     return any(before[key] != after[key] for key in before.keys() & after if before[key] and after[key])
 
@@ -366,17 +366,17 @@ def _mark(kind: str, value: Any) -> str:
 
 
 def mark_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the mark of tensors, of which some elements are read."""
+    """Return the mark of tensors, made from a sample of their elements."""
     return fingerprint([*tensors], MOST_VALUES)
 
 
 def some(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return a few of many tensors that change together."""
-    return tensors[:: max(1, len(tensors) // _OF_WEIGHTS)]  # all of them change
+    """Return a few of many tensors that all change together."""
+    return tensors[:: max(1, len(tensors) // _OF_WEIGHTS)]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a list or dictionary that begins with one."""
+    """Return the tensors in a list or dictionary whose first item is a tensor."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if not isinstance(next(iter(items), None), torch.Tensor):
         return []
@@ -384,7 +384,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _state_of(value: Any) -> list[Any]:
-    """Return some of the state of an optimizer, or all of a schedule."""
+    """Return a sample of the state of an optimizer, or all plain attributes of a scheduler or gradient scaler."""
     if isinstance(value, (LRScheduler, torch.amp.GradScaler)):
         return [{name: one for name, one in vars(value).items() if is_plain(one)}]
     rates = [{name: one for name, one in group.items() if name != "params"} for group in value.param_groups]
@@ -394,21 +394,21 @@ def _state_of(value: Any) -> list[Any]:
 
 
 def variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
-    """Return the first variables of a function that is running, without keeping them alive."""
-    # Until Python 3.12, a function has one dictionary for locals() and for whoever else reads it.
+    """Return the first ``_VARIABLES`` local variables of a running function, without keeping them alive."""
+    # Until Python 3.12, locals() and all other readers of a frame share one dictionary.
     is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if is_shared and "locals" in frame.f_code.co_names:
-        return []  # what the script got would change
-    with no_collections():  # as where the frames of other threads are looked for
+        return []  # the dictionary that the script got from locals() would change
+    with no_collections():  # for the reason given at _frames_elsewhere in lost_variables
         variables = frame.f_locals
     found = list(variables.items())[:_VARIABLES]
     if is_shared:
-        variables.clear()  # or it would keep what the script deletes
+        variables.clear()  # or it would keep objects alive that the script deletes
     return found
 
 
 def may_change(value: Any) -> bool:
-    """Return whether training may change what an object holds, or whether it is a constant of its module."""
+    """Return whether training may change the contents of a module's global; False for its functions and constants."""
     if isinstance(value, (dict, list, set, collections.deque)):
         return len(value) <= MOST_VALUES
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):

@@ -1,8 +1,8 @@
-"""What a user's code does with its variables: whether a value stays, begins anew, decides anything, is read again.
+"""Static analysis of the user's source: is a user variable kept between steps, reset, live, or used for a decision?
 
-Names alone are looked at (of variables, of attributes, constant keys of dictionaries), without knowing what they stand
-for: an attribute ``best`` is the same in all classes. Nobody can know for certain what code does; where it cannot be
-read, everything stays and decides.
+The analysis goes by names alone (of variables, attributes and constant keys of dictionaries), not by the objects that
+they refer to: an attribute ``best`` is the same in all classes. It is an approximation. If the source cannot be read,
+every variable is assumed to be kept and to decide something.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 from ckpt_core.state.changed_values import fingerprint
 from ckpt_core.state.object_walk import codes_in
 
-#: What the name of a variable of a closure begins with, in the path to what it holds.
+#: Prefix of the name of a closure's variable in the path to a value.
 CELL = "()"
 
-# what only tells people of a value, or writes it down
+# functions that only print, log or write a value
 _TELLS = re.compile(
     r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
     r"|format|write\w*|flush|close|isinstance|type|id|assert\w*|join"
 )
-# what hands it to a tracker, as "log" does with a dictionary; by what else Lightning's modules log, callbacks decide
+# methods that pass a value to a tracker, like log({...}); not log("name", value), by which Lightning's callbacks decide
 _LOGS = re.compile(r"add_scalars?|log_metrics?|log_scalars?")
 _METHODS = """
     append appendleft extend extendleft add update insert pop popleft popitem remove discard setdefault sort reverse
@@ -39,7 +39,7 @@ _METHODS = """
 _CHANGES = frozenset(_METHODS.split())
 _EMPTIES = ("clear", "zero_")
 _MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
-# what returns times, and other things of this process and machine alone
+# functions that return times, or properties of this process or machine
 _CLOCK_NAMES = """
     time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns now elapsed_time
     time_elapsed time_remaining
@@ -49,7 +49,7 @@ _CLOCK_NAMES = """
 _CLOCKS = frozenset(_CLOCK_NAMES.split())
 _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
-# by which a condition asks which step it is
+# names by which a condition asks for the current step
 _WHEN = frozenset({"batch_idx", "current_epoch", "global_step", "sanity_checking", "training"})
 _CONSTANTS = _MAKES | {"float", "int", "math", "np", "numpy", "torch", "collections", "inf"}
 _ANY, _MADE = "any", "made"
@@ -61,12 +61,15 @@ _CALLS_DEEP = 8
 
 
 class Source:
-    """What some files do with names.
+    """What the code in some source files does with names.
 
-    Names are those of :meth:`names_of`: variables belong to a function, attributes and keys to all objects. The loops
-    of functions that are ``running`` are under way: file name, name and first line of each. With ``waits``, those wait
-    for the training to end, so that what they read comes after it. Of numbers ``of_loops`` those decide nothing that a
-    script adds something to, as where it has begun, or that say when it saves.
+    Names are as in :meth:`names_of`: variables belong to a function, attributes and keys to all objects.
+
+    Args:
+        files: Paths of source files.
+        running: File name, name and first line of each running function, whose loops are under way.
+        waits: Whether running functions wait for the training to end: what they read, they read after it.
+        of_loops: Whether numbers that the script only adds to (the step it began at), or saves by, decide nothing.
     """
 
     def __init__(
@@ -80,29 +83,29 @@ class Source:
         self._reader = _Reader(waits, of_loops)
         for file in files:
             here = frozenset((name, line) for path, name, line in running if path == file)
-            with contextlib.suppress(Exception):  # what this cannot read ends no training
+            with contextlib.suppress(Exception):  # a file that cannot be analyzed must not end the training
                 text = "".join(linecache.getlines(file))
                 self._reader.add(_read(text, here, waits, of_loops, frozenset(self._reader.made)))
         self._is_readable = self._reader.is_readable
 
     def clears(self, name: str) -> bool:
-        """Whether the cache of a function is emptied."""
+        """Return whether the source empties the cache of a function."""
         return name in self._reader.cleared
 
     def fills_once(self, name: str) -> bool:
-        """Whether items are set in a dictionary only where it has none of their key."""
+        """Return whether the source sets items in a dictionary only if their keys are missing."""
         return name in self._reader.filled_once
 
     def is_made_once(self, name: str) -> bool:
-        """Whether a value is set only where there is None, or no attribute of that name."""
+        """Return whether the source sets a value only if it is None or the attribute is missing."""
         return name in self._reader.made_once and name not in self._reader.set_freely
 
     def names_of(self, path: str, code: types.CodeType | None) -> list[str]:
-        """Return the names on the way to a value, the value's own last.
+        """Return the names on the path to a value, the value's own last.
 
         Args:
-            path: A variable, and attributes and keys, joined by dots.
-            code: Of the function that has the variable; None for a global, or an attribute of a class.
+            path: A variable, followed by attributes and keys, joined by dots.
+            code: The code of the function that has the variable; None for a global or an attribute of a class.
         """
         root, *rest = path.split(".")
         if code is not None and code.co_name != "<module>":
@@ -114,42 +117,42 @@ class Source:
         names = [root]
         for part in rest:
             key = f"{names[-1]}[{part}]"
-            if part.startswith(CELL):  # the name of the function that it is a variable of is not known
+            if part.startswith(CELL):  # a closure's variable: it is not known which function defines it
                 end = part.replace(CELL, ":")
                 alike = sorted(n for n in self._reader.stored if n.count(":") == 2 and n.endswith(end))
-                # others set one of that name anew in each step, which this would not have come out of
+                # functions whose steps set a variable of this name again cannot be where this value comes from
                 kept = [n for n in alike if self.keeps(n, 0.0)]
                 names.append(next((n for n in kept if self.decides(n)), [*kept, *alike, part][0]))
             else:
                 names.append(key if key in self._reader.stored else f".{part}")
         while len(names) > 1 and self._is_readable and names[-1] not in self._reader.stored:
-            names.pop()  # what is only reached through another name, such as the items of a list
+            names.pop()  # it is only accessed through another name, such as an item of a list
         return names
 
     def keeps(self, name: str, value: object) -> bool:
-        """Whether what is stored there may come of what was there before, and no step is seen to make it anew."""
+        """Return whether a new value may depend on the previous one, or no step is seen to set it from scratch."""
         reader = self._reader
         is_state = isinstance(value, (bool, int, str, type(None))) and name in reader.set_to
         return is_state or not self._is_readable or name not in reader.set_by_steps or name in reader.keeps
 
     def begins_anew(self, name: str, first: str) -> bool:
-        """Whether it is set back, unconditionally and not when its owner is made, to the value with a mark."""
+        """Return whether it is reset unconditionally, outside its owner's creation, to the value of mark ``first``."""
         found = [(to, by) for to, by, is_sure in self._reader.resets.get(name, ()) if is_sure]
         return any(to in (first, _ANY) and (by is None or by in self._reader.called) for to, by in found)
 
     def set_back_by(self, name: str, value: object, first: str) -> set[str]:
-        """Return the names of the functions that set a value back to a constant, and not when its owner is made.
+        """Return the names of the functions, except those that create its owner, that reset a value to a constant.
 
-        Containers are emptied, or get the value with the fingerprint ``first`` again. Numbers do, perhaps on a
-        condition, or are set to any number.
+        A container counts as reset if it is emptied or set to the value with the fingerprint ``first`` again. A number
+        counts if it is set to its first value, perhaps conditionally, or unconditionally to any number.
         """
-        # a class of the user's may not be made without arguments
+        # a user's class may need arguments, so its base class is instantiated
         empty = next((mark(kind()) for kind in CONTAINERS if isinstance(value, kind)), "")
 
         def is_back(to: str, by: str, *, is_sure: bool) -> bool:
             if to == _ANY or empty:
                 return to in (_ANY, empty) or to.partition(" ")[0] == first or first in _fingerprints(to)
-            # a flag that is set may be a reason to stop, of this process, as a handler of signals sets it
+            # a flag may be a reason for this process to stop, set by a signal handler, so only hooks count
             is_other = is_sure and (type(value) is not bool or is_hook(by)) and bool(_fingerprints(to))
             return is_other or first in _fingerprints(to)
 
@@ -157,14 +160,14 @@ class Source:
         return {by for to, by, is_sure in found if by and is_back(to, by, is_sure=is_sure)}
 
     def made_by(self, name: str) -> set[str]:
-        """Return the names of the functions that make an object anew, unconditionally, and not with its owner."""
+        """Return the names of the functions, except those that create its owner, that always recreate an object."""
         return {by for to, by, is_sure in self._reader.resets.get(name, ()) if by and to == _MADE and is_sure}
 
     def set_in(self, name: str) -> set[str]:
         """Return the names of the functions that set it unconditionally, without having read it.
 
-        Also of the methods that call one of these, always or in some steps or epochs, of their own object or of what it
-        has (``self.updater.update()``).
+        Also return the methods that call such a function, always or in some steps or epochs, on ``self`` or on an
+        attribute of it (``self.updater.update()``).
         """
         found, ahead = set[str](), [*self._reader.set_in.get(name, ())]
         while ahead:
@@ -175,20 +178,20 @@ class Source:
         return found
 
     def taken_in(self, name: str) -> set[str]:
-        """Return the names of the functions that, perhaps after a look at it, set it to what other attributes have.
+        """Return the names of the functions that set it, perhaps after reading it, from other attributes alone.
 
-        There are none if others set it in another way.
+        There are none if any other function sets it in another way.
         """
         found = self._reader.taken_in.get(name, set())
         return set() if "" in found else found
 
     def is_of_a_clock(self, name: str) -> bool:
-        """Return whether it is a time, or another thing of this process alone, or comes of one."""
+        """Return whether it is, or is computed from, a time or another property of this process or machine."""
         return any(name in self._comes_to(one) for one in self._reader.of_clocks)
 
     @functools.cached_property
     def _mentions(self) -> dict[str, set[str]]:
-        """The names of the functions that set, read or call something, by its name."""
+        """For each name, the names of the functions that set, read or call it."""
         found: dict[str, set[str]] = collections.defaultdict(set)
         for function, each in self._reader.runs.items():
             for one in itertools.chain.from_iterable(each):
@@ -196,9 +199,9 @@ class Source:
         return found
 
     def is_put_aside(self, name: str) -> bool:
-        """Whether whatever reads it does so after it was set anew, by the same call of a function or in one evaluation.
+        """Return whether every read comes after it was set in the same function call or the same evaluation.
 
-        So it is with the weights that are put aside while others are evaluated.
+        An example is the trained weights, put aside while averaged ones are evaluated.
         """
         every, setters, readers = self._reader.runs, set[str](), set[str]()
         by = self._mentions.get(name, set()) - _AT_START
@@ -229,28 +232,28 @@ class Source:
             always = {f for f, each in runs.items() if all(any(sets(o) and not o.when for o in one) for one in each)}
             setters = always - readers - _AT_START
             if before == (setters, readers):
-                # others than these are called by somebody else, and not after what sets it
+                # a reader that these functions do not call is called by other code, and not after it was set
                 called = {one.what for each in runs.values() for run in each for one in run if one.kind == "call"}
-                called -= {one for one in readers if {one, f".{one}"} & self._reader.read_names}  # and handed over
+                called -= {one for one in readers if {one, f".{one}"} & self._reader.read_names}  # passed as a callback
                 inner = {one for one in readers if (one in called and not is_hook(one)) or _EVALUATES.fullmatch(one)}
                 return name.startswith(".") and bool(readers) and inner == readers
         return False
 
     def is_set_to_a_literal(self, name: str) -> bool:
-        """Whether an epoch or a step sets it to a constant, perhaps on a condition."""
+        """Return whether an epoch or a step sets it to a constant, perhaps conditionally."""
         return name in self._reader.set_to
 
     def is_logged(self, name: str) -> bool:
-        """Whether a value, or what comes of it, is handed to a tracker."""
+        """Return whether a value, or one computed from it, is passed to a tracker."""
         return any(one in self._reader.logged for one in self._comes_to(name))
 
     def decides(self, name: str, *, counts: bool = False, holds: bool = False) -> bool:
-        """Whether a value goes into anything but what people read and what is written down.
+        """Return whether a value is used for anything other than printing, logging and writing it.
 
         Args:
-            name: Of the value.
-            counts: Whether it is a whole number, which may only say when to end.
-            holds: Whether it is a container, which may be returned, or read after the training, to be looked at.
+            name: The value's name.
+            counts: Whether it is a whole number: one that only decides when a loop ends does not count.
+            holds: Whether it is a container: one that is only returned, or read after the training, does not count.
         """
         reader = self._reader
         if not self._is_readable or name not in reader.read_names | reader.stored:
@@ -267,7 +270,7 @@ class Source:
         return False
 
     def _comes_to(self, name: str) -> Iterator[str]:
-        """Yield a name, and those that its value goes into."""
+        """Yield a name, and those whose values are computed from its value."""
         seen, ahead = set[str](), [name]
         while ahead:
             one = ahead.pop()
@@ -281,12 +284,12 @@ class Source:
 
 
 def is_hook(function: str) -> bool:
-    """Return whether a function has the name of one that frameworks call."""
+    """Return whether a function's name is that of a hook, which a framework calls."""
     return function.startswith("on_") or function.endswith("_step")
 
 
 def mark(value: Any) -> str:
-    """Return a text that is another one if a plain value is; that of a container ends with its length."""
+    """Return a text that differs if a plain value differs; that of a container ends with its length."""
     is_short = isinstance(value, (bool, int, float, type(None))) or (type(value) is str and len(value) < _SHORT)
     if is_short:
         return repr(value)
@@ -294,7 +297,7 @@ def mark(value: Any) -> str:
 
 
 class _Event(NamedTuple):
-    """That a function sets or reads a value, or calls a function, and under which conditions."""
+    """A read, set or call in a function's source, and the conditions under which it happens."""
 
     kind: str
     what: str
@@ -302,12 +305,12 @@ class _Event(NamedTuple):
 
 
 def _under_way(events: Sequence[_Event]) -> tuple[_Event, ...]:
-    """Return those of what is running, none of which is surely done before another one: a resume comes between."""
+    """Make the events of a running function independent: a resume may come between any two of them."""
     return tuple(one._replace(when=one.when | {f"event {number}"}) for number, one in enumerate(events))
 
 
 class _Scope:
-    """A function, or a loop of one that is running."""
+    """The body of a function, or of a loop of a running one: names that it has read and stored so far."""
 
     def __init__(self, depth: int, *, resets: bool) -> None:
         self.depth, self.resets = depth, resets
@@ -326,29 +329,29 @@ class _Reader(ast.NodeVisitor):
         self.set_in: dict[str, set[str]] = collections.defaultdict(set)
         self.taken_in: dict[str, set[str]] = collections.defaultdict(set)  # "" for those that set it in another way
         self.called_by: dict[str, set[str]] = collections.defaultdict(set)  # as in set_in()
-        # to which constant, by which function, and whether unconditionally
+        # by name: the constant it is reset to, the function that does it, and whether unconditionally
         self.resets: dict[str, set[tuple[str, str | None, bool]]] = collections.defaultdict(set)
-        # what functions do, one after the other, by their names, and hooks from an evaluation's start to its end
+        # by function name: its events in order; by "on <evaluation>": those of the hooks from its start to its end
         self.runs: dict[str, set[tuple[_Event, ...]]] = collections.defaultdict(set)
-        # what functions store that comes of their variables, and what those of these names are given
+        # by function name: names that it stores values computed from its variables in, and names passed to it
         self._from_variables: dict[str, set[str]] = collections.defaultdict(set)
         self._given: dict[str, set[str]] = collections.defaultdict(set)
         self._functions: list[tuple[str, set[str]]] = []
         self._running = frozenset[tuple[str, int]]()
-        # where the visit is: changed by _within alone
+        # the visitor's current place, changed by _within alone
         self._scopes = [_Scope(0, resets=False)]
         self._is_running = self._in_class = False
         self._depth = self._loops = 0
-        self._periods = 0  # how many conditions around here are of the step or epoch alone
+        self._periods = 0  # how many of the enclosing conditions ask for the step or epoch
         self._into: set[str] | None = self.decides
-        self._is_none: str | None = None  # the name of which that is asked around here
-        self._property: str | None = None  # the property that is computed here
-        self._methods: dict[str, tuple[_Event, ...]] = {}  # of the class around here
-        self._when = frozenset[str]()  # the conditions around here
+        self._is_none: str | None = None  # the name that an enclosing condition tests for None
+        self._property: str | None = None  # the property that this function computes
+        self._methods: dict[str, tuple[_Event, ...]] = {}  # those of the enclosing class
+        self._when = frozenset[str]()  # the enclosing conditions
         self._events = list[_Event]()
 
     def add(self, other: _Reader) -> None:
-        """Know what another one has read, too."""
+        """Add what another reader has found in its files."""
         self.is_readable |= other.is_readable
         for name, found in vars(other).items():
             if name.startswith("_"):
@@ -391,7 +394,7 @@ class _Reader(ast.NodeVisitor):
         return name if name is None or key is None else f"{name}[{key}]"
 
     def _goes_to(self, target: ast.AST) -> str | None:
-        """Return the name that stands for what is stored there; None where that belongs to somebody else."""
+        """Return the name under which an assignment is tracked; None if the target may belong to other code."""
         if isinstance(target, ast.Name):
             return self._name(target)
         owner = getattr(target, "value", None)
@@ -465,7 +468,7 @@ class _Reader(ast.NodeVisitor):
             vars(self).update(kept)
 
     def _reading(self, into: set[str] | None) -> contextlib.AbstractContextManager[None]:
-        # what is inside of what only tells tells, too
+        # inside an expression that only prints or logs, everything is only printed or logged
         return self._within(_into=into if self._into is not None else None)
 
     def _flow(self, names: set[str], targets: set[str]) -> None:
@@ -510,7 +513,7 @@ class _Reader(ast.NodeVisitor):
         if of is not None:
             of.add(str(owner))
         on = getattr(node.func, "value", None)
-        is_own = getattr(on, "id", getattr(getattr(on, "value", None), "id", "")) == "self"  # or of what that has
+        is_own = getattr(on, "id", getattr(getattr(on, "value", None), "id", "")) == "self"  # self.f() or self.x.f()
         if is_own and self._functions and self._depth - self._periods == self._scopes[-1].depth:
             self.called_by[called].add(self._functions[-1][0].partition(":")[0])
         changes = owner is not None and (called in _CHANGES or called.endswith("_"))
@@ -524,10 +527,10 @@ class _Reader(ast.NodeVisitor):
         tells = bool(_TELLS.fullmatch(called)) or logs
         into = self.logged if logs else None if tells else found if changes and owner in self.made else self._into
         if into is self._into is not self.read_after and called.endswith("_"):
-            into = self.decides  # it changes something, whatever is done with what it returns
+            into = self.decides  # a method that ends with "_" changes its object, whatever its result is used for
         with self._reading(into):
             self._all([*node.args, *node.keywords])
-        is_of_base = isinstance(on, ast.Call) and getattr(on.func, "id", "") == "super"  # another function of that name
+        is_of_base = isinstance(on, ast.Call) and getattr(on.func, "id", "") == "super"  # a base class's method
         self._events.append(_Event("of a base" if is_of_base else "call", called, self._when))
         if owner is None:
             return
@@ -544,7 +547,7 @@ class _Reader(ast.NodeVisitor):
         elif called == "reset":
             self._stores(owner, None)
         elif not tells and self._into is not None:
-            self._into.add(owner)  # a method of it is called
+            self._into.add(owner)  # calling any other method uses the object
 
     def _logs(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -561,7 +564,7 @@ class _Reader(ast.NodeVisitor):
                 self.visit(one)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        with self._reading(self.decides):  # who calls it has it
+        with self._reading(self.decides):  # its caller gets the value, and may use it for anything
             self.generic_visit(node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
@@ -601,7 +604,7 @@ class _Reader(ast.NodeVisitor):
                 for child in ast.iter_child_nodes(target):
                     if child is not index and not isinstance(child, ast.expr_context):
                         self.visit(child)
-            if index is not None:  # it decides which item is another one
+            if index is not None:  # the index decides which item changes
                 into, found = self._goes_to(target), set[str]()
                 with self._reading(self.decides if into is None else found):
                     self.visit(index)
@@ -610,7 +613,7 @@ class _Reader(ast.NodeVisitor):
             if not (is_part and not updates):
                 self._stores(self._name(target), one, updates=updates)
             elif (name := self._name(target)) is not None:
-                # an item of it is another one: that comes of what was there where the value does
+                # assigning an item depends on the previous contents if the assigned value does
                 reads = {self._name(part) for part in ast.walk(one)}
                 self._stores(name, None, updates=name in reads)
 
@@ -626,14 +629,14 @@ class _Reader(ast.NodeVisitor):
         self._flow(found, {str(self._property)})
 
     def visit_Delete(self, node: ast.Delete) -> None:
-        """It ends there."""
+        """Ignore the statement: the variable ends there."""
 
     def visit_If(self, node: ast.If) -> None:
         test = node.test.ops[0] if isinstance(node.test, ast.Compare) else None
         if isinstance(test, ast.NotIn) or (isinstance(test, ast.In) and isinstance(node.body[-1], ast.Return)):
             self.filled_once.add(str(self._name(node.test.comparators[0])))  # type: ignore[attr-defined]
         into, targets = self._if_only_sets(node.body + node.orelse)
-        if self._property and into is self.ends:  # it decides what the property is
+        if self._property and into is self.ends:  # the condition decides the property's value
             into, targets = None, targets | {self._property}
         found = set[str]()
         with self._reading(found if targets else into):
@@ -650,7 +653,7 @@ class _Reader(ast.NodeVisitor):
                 self._all(node.orelse, conditional=True)
         for body, others in ((node.body, f"not {condition}"), (node.orelse, condition)):
             if any(isinstance(part, ast.Return) for one in body for part in ast.walk(one)):
-                self._when |= {others}  # until the function ends
+                self._when |= {others}  # for the rest of the function
 
     def _perhaps(self, nodes: list[Any]) -> None:
         with self._within(
@@ -687,7 +690,7 @@ class _Reader(ast.NodeVisitor):
         self._perhaps([node.orelse])
 
     def _asks_for_none(self, test: ast.expr) -> str | None:
-        """Return the name of what a condition says that there is not yet; None for other conditions."""
+        """Return the name that a condition tests for None or ``not hasattr``; None for any other condition."""
         if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is) and len(test.ops) == 1:
             other = test.comparators[0]
             return self._name(test.left) if isinstance(other, ast.Constant) and other.value is None else None
@@ -697,7 +700,7 @@ class _Reader(ast.NodeVisitor):
         return None
 
     def _if_only_sets(self, body: list[ast.stmt]) -> tuple[set[str] | None, set[str]]:
-        """Return where what a condition reads goes, and what is only set, if there is nothing else that it decides."""
+        """Return the set to add an ``if`` condition's names to, and the names that its body sets if it does no more."""
         targets: set[str] = set()
         kinds = set[str]()
         for one in body:
@@ -710,12 +713,12 @@ class _Reader(ast.NodeVisitor):
             targets |= {name for name in names if name is not None}
         if "does" in kinds or {"ends", "sets"} <= kinds:
             return self._into, set()
-        # what is saved only when it is the best is another checkpoint
+        # a value that decides whether to save (only the best) changes which checkpoints exist
         is_end = kinds & ({"ends"} if self._of_loops else {"ends", "saves"})
         return (self.ends if is_end else None), targets if "sets" in kinds else set()
 
     def _changed(self, node: ast.stmt) -> set[str | None]:
-        """Return the container that a statement does nothing but add to, or take from."""
+        """Return the container that a statement only adds to or removes from; an empty set for other statements."""
         call = node.value if isinstance(node, ast.Expr) else None
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in _CHANGES:
             return set()
@@ -726,7 +729,7 @@ class _Reader(ast.NodeVisitor):
     def visit_While(self, node: ast.While) -> None:
         found, changed = set[str](), [self._changed(one) for one in node.body]
         with self._loop(node.lineno):
-            with self._reading(found if all(changed) else self.ends):  # how long a container is
+            with self._reading(found if all(changed) else self.ends):  # it may decide the length of a container
                 self.visit(node.test)
             self._flow(found, {str(name) for names in changed for name in names})
             self._all(node.body + node.orelse)
@@ -782,7 +785,7 @@ class _Reader(ast.NodeVisitor):
 
 @functools.lru_cache(maxsize=64)
 def _read(text: str, running: frozenset[tuple[str, int]], waits: bool, of_loops: bool, made: frozenset[str]) -> _Reader:
-    """Read a file, once for all saves in which the same runs; ``made`` is what those before it make."""
+    """Analyze a file once for all saves with the same running functions; ``made``: containers made in earlier files."""
     reader = _Reader(waits, of_loops)
     reader.made |= made
     reader.read(ast.parse(text), running)
@@ -812,7 +815,7 @@ def _asks_for_step(test: ast.expr) -> bool:
 
 
 def _is_of_others(value: ast.AST, name: str) -> bool:
-    """Whether a value comes of attributes of the same object alone, but not of the one of that name."""
+    """Return whether a value is computed from attributes of ``self`` alone, and not from attribute ``name``."""
     parts = list(ast.walk(value))
     names = {part.id for part in parts if isinstance(part, ast.Name)}
     return names == {"self"} and not any(f".{part.attr}" == name for part in parts if isinstance(part, ast.Attribute))
@@ -829,14 +832,14 @@ def _key(node: Any) -> str | None:
 
 
 def _makes(node: ast.AST) -> bool:
-    """Whether a container is made there."""
+    """Return whether an expression creates a container."""
     called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
     called = getattr(getattr(getattr(node, "func", None), "value", None), "id", called)  # of list[float]()
     return isinstance(node, (ast.Dict, ast.List, ast.Set)) or called in _MAKES
 
 
 def _literal(node: ast.AST) -> str | None:
-    """Return the mark of a value that is written there, or that it may be any; None if it comes of variables."""
+    """Return the mark of a literal, ``_ANY`` for another constant expression; None if it depends on variables."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError):
         return mark(ast.literal_eval(node))
     if isinstance(node, ast.Attribute) and node.attr in _EMPTIES:
@@ -850,14 +853,14 @@ def _literal(node: ast.AST) -> str | None:
 
 
 def _is_emptied(target: ast.Subscript, value: ast.AST) -> bool:
-    """Whether all items are set to constants."""
+    """Return whether an assignment sets all items (``x[:] = 0``) to a constant."""
     index = target.slice
     is_whole = isinstance(index, ast.Slice) and index.lower is index.upper is index.step is None
     return is_whole and _literal(value) is not None
 
 
 def _fingerprints(mark: str) -> set[str]:
-    """Return those of the number that a mark is of, as a whole number and as a fraction, or of None; else nothing."""
+    """Return the fingerprints of the number in a mark, also as int and float, or that of None; else an empty set."""
     with contextlib.suppress(ValueError, SyntaxError, OverflowError):
         number = ast.literal_eval(mark)
         if number is None:
@@ -877,7 +880,7 @@ def _kind(node: ast.AST, of_loops: bool) -> str:
     called = getattr(node.value.func, "attr", getattr(node.value.func, "id", ""))
     if "save" in called:
         return "saves"
-    if of_loops and called in ("wait_for_everyone", "barrier"):  # as before a save
+    if of_loops and called in ("wait_for_everyone", "barrier"):  # called before a save
         return "tells"
     return "tells" if _TELLS.fullmatch(called) else "ends" if called == "exit" else "does"
 
@@ -886,26 +889,26 @@ def _kind(node: ast.AST, of_loops: bool) -> str:
 
 
 def is_live(name: str, frame: types.FrameType) -> bool:
-    """Return whether a variable may be read after the instruction that is under way, before it is written again.
+    """Return whether a variable may be read after the frame's current instruction before it is written again.
 
-    Where the frame waits for the next item of a loop, there is one.
+    If the frame is waiting for the next item of a loop, the loop is assumed to have one.
     """
     return _is_live(name, frame.f_code, frame.f_lasti)
 
 
 def is_surely_live(name: str, frame: types.FrameType, *, ends: bool) -> bool:
-    """Return what :func:`is_live` does, but not of what other functions may write.
+    """Return what :func:`is_live` does, and False for a variable that other functions may write.
 
-    With ``ends``, the ``for`` that is under way has no item any more, and the one around it begins with its next.
-    Nothing is sure where there are not two.
+    With ``ends``, the innermost running ``for`` is assumed to be exhausted, and the one around it to take its next
+    item. Without two nested loops, the result is False.
     """
     return not _is_shared(name, frame.f_code) and _is_live(name, frame.f_code, frame.f_lasti, ends=ends)
 
 
 def counts_of_loops(frame: types.FrameType) -> list[str] | None:
-    """Return the variable that the innermost ``for`` under way sets, as with ``enumerate``, and reads in its body.
+    """Return the counter that the innermost running ``for`` unpacks first, as of ``enumerate``, if its body reads it.
 
-    None where no loop is under way.
+    None if no loop is running.
     """
     steps = _steps(frame.f_code)
     loops = [(start, step.then[0]) for start, step in steps.items() if step.is_loop]
@@ -913,14 +916,14 @@ def counts_of_loops(frame: types.FrameType) -> list[str] | None:
     body = [step for offset, step in steps.items() if start < offset < end]
     if not body:
         return None
-    if body[0].effects:  # which unpacks
+    if body[0].effects:  # the first instruction stores a variable instead of unpacking
         return []
     names = [name for name, is_read in body[1].effects[:1] if not is_read]
     return [name for name in names if any((name, True) in step.effects for step in body)]
 
 
 def _is_shared(name: str, code: types.CodeType) -> bool:
-    """Whether other functions may read and write a variable."""
+    """Return whether other functions may read and write a variable."""
     if name in code.co_cellvars or name in code.co_freevars:
         return True
     return code.co_name == "<module>" and any(name in one.co_names for one in codes_in(code) if one is not code)
@@ -931,7 +934,7 @@ def _is_live(name: str, code: types.CodeType, last: int, *, ends: bool = False) 
     if _is_shared(name, code):
         return True
     steps = _steps(code)
-    # it may point behind the instruction, into its cache
+    # the offset may lie after the instruction, in its inline cache
     last = max(offset for offset in steps if offset <= last)
     here = steps[last]
     if ends:
@@ -953,7 +956,7 @@ def _is_live(name: str, code: types.CodeType, last: int, *, ends: bool = False) 
 
 
 class _Step(NamedTuple):
-    """What an instruction reads (True) and writes, and the offsets of those that may follow."""
+    """A bytecode instruction: variables that it reads (True) or writes (False), offsets that may follow, if a loop."""
 
     effects: list[tuple[str, bool]]
     then: list[int]
@@ -972,7 +975,7 @@ def _steps(code: types.CodeType) -> dict[int, _Step]:
             then.append(after.offset)
         effects: list[tuple[str, bool]] = []
         parts = step.opname.split("_")
-        # what LOAD_FAST_AND_CLEAR reads is put back after a comprehension
+        # LOAD_FAST_AND_CLEAR only saves a variable, which is put back after the comprehension
         if {"FAST", "NAME"} & set(parts) and parts[0] in ("LOAD", "STORE", "DELETE") and "CLEAR" not in parts:
             does = [part == "LOAD" for part in parts if part in ("LOAD", "STORE", "DELETE")]
             names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
