@@ -1,4 +1,4 @@
-"""Where bytes live: local disks, whatever fsspec reaches, and one that misbehaves on purpose, for tests."""
+"""Storage for checkpoints: local disks, object stores through fsspec, and one that injects faults, for tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "storage_for",
 ]
 
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which a save does not create the bucket
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # schemes for which a save does not create the bucket
 
 
 def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) -> Storage:
@@ -40,12 +40,12 @@ def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) ->
 
     Args:
         path: A local path or a URL.
-        storage_options: For fsspec's client of the store; and ``"backend"``: ``"fsspec"`` (obstore is not used),
-            ``"obstore"`` (an error where it cannot be used); left out, obstore is used where that is possible. Of
-            them, local paths take ``"follow_links"`` only, see :class:`LocalStorage`.
+        storage_options: Options for fsspec's client of the store; and ``"backend"``: ``"fsspec"`` (obstore is not
+            used) or ``"obstore"`` (an error if it cannot be used). By default, obstore is used where that is possible.
+            For local paths, only ``"follow_links"`` has an effect, see :class:`LocalStorage`.
 
     Raises:
-        ValueError: ``storage_options`` is no mapping.
+        ValueError: ``storage_options`` is not a mapping.
         StorageError: There is no such backend, its package is not installed, or the options do not fit.
     """
     check_options({"storage_options": or_none(check_mapping)}, locals())
@@ -57,10 +57,10 @@ def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) ->
 
 
 def refuse_missing_bucket(path: StrPath, storage_options: dict[str, Any] | None = None) -> None:
-    """Refuse a URL whose bucket does not exist: that is no first start, but a wrong name.
+    """Raise an error for a URL whose bucket does not exist: that is a wrong name, not the first start of a run.
 
     Raises:
-        CheckpointNotFoundError: The store says so. A store that does not answer refuses nothing here.
+        CheckpointNotFoundError: The store says that there is no such bucket. If it does not answer, nothing is raised.
     """
     protocol, separator, rest = os.fspath(path).partition("://")
     if not separator or protocol not in _BUCKETS:
@@ -77,10 +77,10 @@ def refuse_missing_bucket(path: StrPath, storage_options: dict[str, Any] | None 
 
 
 def refuse_wrong_directory(path: StrPath, storage_options: dict[str, Any] | None = None) -> None:
-    """Refuse a directory where no checkpoint can be, so that nobody takes it for that of a first start.
+    """Raise an error for a directory in which no checkpoint can be, instead of taking it for that of a first start.
 
     Raises:
-        StorageError: The local path is one of a file, or below one, or behind a link that leads nowhere.
+        StorageError: The local path is that of a file, or is below a file or a dangling symbolic link.
         CheckpointNotFoundError: As :func:`refuse_missing_bucket`.
     """
     if is_remote(path):
@@ -90,13 +90,13 @@ def refuse_wrong_directory(path: StrPath, storage_options: dict[str, Any] | None
 
 
 def refuse_unwritable(path: StrPath, storage_options: dict[str, Any] | None = None) -> None:
-    """Refuse a directory in which a run could not save.
+    """Raise an error for a directory in which a run could not save.
 
-    The directory need not exist. Nothing is left in it, unless a store lets this process write and not delete.
+    The directory need not exist. Nothing is left in it, unless a store lets this process write but not delete.
 
     Raises:
         StorageError: As :func:`refuse_wrong_directory`; or this process may not write there, or the disk or store
-            refuses to.
+            refuses the write.
         CheckpointNotFoundError: As :func:`refuse_missing_bucket`.
     """
     if not is_remote(path):

@@ -1,7 +1,7 @@
-"""Where bytes live: the protocol that a storage implements.
+"""The storage protocol: base classes of storages, and of the files that they write and read.
 
-A storage is small on purpose: it writes files atomically, reads ranges, lists and deletes. A storage of your own
-derives from :class:`Storage` and passes ``tests/ckpt_core/storage/test_storage.py``.
+The protocol is small on purpose: a storage writes files atomically, reads ranges, lists and deletes. To add a storage,
+derive from :class:`Storage` and pass ``tests/ckpt_core/storage/test_storage.py``.
 
 The methods for directory checkpoints have defaults that suit object stores: files are written below the final name,
 under names that no committed checkpoint uses, and the manifest, which is written last, commits them. A storage that can
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
-PROBE_NAME = ".ckpt-preflight"  # what a run writes into a store to see whether it can, and deletes
-# For a store that answers after about 10 ms and then sends about 100 MB/s.
+MANIFEST_NAME = "manifest.json"  # a directory with this file is a checkpoint
+PROBE_NAME = ".ckpt-preflight"  # an object that a run writes into a store, to see whether it can, and deletes
+# Chosen for a store that answers after about 10 ms and then sends about 100 MB/s.
 REMOTE_REQUEST_BYTES = 512 * 1024
 REMOTE_THREADS = 8
-_LARGEST_WHOLE = 2**30  # bytes; what is larger is read in parts
+_LARGEST_WHOLE = 2**30  # bytes; larger files are read in parts
 _CHUNK = 16 * 2**20  # bytes
 
 
@@ -41,7 +41,7 @@ class FileInfo:
     Attributes:
         path: Full path or URL.
         size: Length in bytes.
-        modified: Unix time of its last change in seconds; 0.0 where the store does not tell.
+        modified: Unix time of its last change in seconds; 0.0 if the store does not report it.
     """
 
     path: str
@@ -71,7 +71,7 @@ class FileWriter(abc.ABC):
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """Leave no trace of the file. Does nothing after :meth:`commit`."""
+        """Discard the file without a trace. Does nothing after :meth:`commit`."""
 
     def __enter__(self) -> FileWriter:
         return self
@@ -87,8 +87,8 @@ class FileReader(abc.ABC):
     Attributes:
         path: Its path or URL.
         size: Its length in bytes.
-        request_bytes: About how many bytes can be read in the time that a request takes. Up to so many bytes that are
-            not needed are read to save a request.
+        request_bytes: About how many bytes can be read in the time that a request takes. To save a request, up to this
+            many bytes that are not needed are read.
     """
 
     path: str
@@ -114,7 +114,7 @@ class FileReader(abc.ABC):
         """
 
     def read_parts(self, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill several targets, one after the other, with the bytes from ``offset`` on; a store is asked only once.
+        """Fill several targets, one after the other, with the bytes from ``offset`` on; by one request to a store.
 
         Raises:
             CheckpointCorruptedError: The file is shorter.
@@ -167,13 +167,13 @@ def divide_into(data: memoryview, targets: Sequence[memoryview]) -> None:
     import numpy as np
 
     for target in targets:
-        # numpy copies without the GIL, a slice assignment holds it
+        # numpy copies without the GIL; a slice assignment holds it.
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data[: len(target)], np.uint8))
         data = data[len(target) :]
 
 
 class CountingReader(FileReader):
-    """Counts the bytes of another reader: calls ``count`` with their number when they have arrived, on any thread."""
+    """Wraps another reader, and calls ``count`` with the number of bytes of each read when done, on any thread."""
 
     def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
         self.path = reader.path
@@ -199,7 +199,7 @@ class CountingReader(FileReader):
 
 
 class Claim(abc.ABC):
-    """This process's claim on a directory, at a path or URL."""
+    """This process's claim on a directory, at a path or URL, by which other jobs know that it saves there."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -207,22 +207,22 @@ class Claim(abc.ABC):
 
     @abc.abstractmethod
     def renew(self) -> None:
-        """Called at the beginning of each save into the directory; returns at once."""
+        """Make the claim, or renew it, at the beginning of each save into the directory; returns at once."""
 
     def is_alone(self) -> bool:
-        """Return whether no other job may be writing files of the same names; it may have to wait to find out."""
+        """Return whether certainly no other job is writing files of the same names; may wait to find out."""
         return True
 
     @abc.abstractmethod
     def release(self, *, wait: bool = True) -> None:
-        """End the claim; with ``wait``, return when others can know."""
+        """End the claim; with ``wait``, return only when other jobs can see that."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Called in a forked process: the claim is that of its parent."""
+        """Drop the claim, in a forked process, without ending it: it belongs to the parent."""
 
     def tell(self, other: str) -> None:
-        """Warn, once, that ``other`` had the directory first."""
+        """Log a warning, once, that another job, described by ``other``, had the directory first."""
         if self._has_told:
             return
         self._has_told = True
@@ -240,17 +240,17 @@ class Storage(abc.ABC):
     """A place that keeps files. All paths are full paths or URLs of this storage.
 
     Attributes:
-        has_given_up: Whether it has failed for so long that no request is repeated.
+        has_given_up: Whether the store has failed for so long that no request is retried.
     """
 
     has_given_up = False
 
     @abc.abstractmethod
     def create(self, path: str, expected_size: int) -> FileWriter:
-        """Begin a file of ``expected_size`` bytes, or a little more; room is reserved where that is possible.
+        """Begin a file of ``expected_size`` bytes, or a little more; space is reserved where that is possible.
 
         Raises:
-            StorageError: There is no room, no permission, or ``path`` is a directory.
+            StorageError: There is no space, no permission, or ``path`` is a directory.
         """
 
     def write_whole(self, path: str, data: bytes) -> None:
@@ -277,7 +277,7 @@ class Storage(abc.ABC):
         """
 
     def open_inside(self, directory: str, name: str) -> FileReader:
-        """Open a file of a checkpoint that is a directory, if it is really in there.
+        """Open a file of a directory checkpoint, if it really is in the directory.
 
         Args:
             directory: The checkpoint, which may itself be reached by a link.
@@ -285,7 +285,7 @@ class Storage(abc.ABC):
 
         Raises:
             CheckpointNotFoundError: There is no such file.
-            CheckpointCorruptedError: It is a link, or in a folder that is one.
+            CheckpointCorruptedError: It is a symbolic link, or in a folder that is one.
         """
         return self.open(f"{directory}/{name}")
 
@@ -326,12 +326,12 @@ class Storage(abc.ABC):
         return []
 
     def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
-        """Return what ``read`` returns for a checkpoint; of several copies, for the nearest that is intact.
+        """Call ``read`` on a checkpoint, of several copies on the nearest that is intact, and return its result.
 
         Args:
             path: The checkpoint.
-            read: Called with the storage that has a copy, and the copy's path there; again with another one if it
-                raises because the first is damaged.
+            read: Called with the storage that has a copy, and the copy's path there; called again with another copy if
+                it raises because the first one is damaged.
         """
         return read(self, path)
 
@@ -352,11 +352,11 @@ class Storage(abc.ABC):
 
         Args:
             path: The directory's final path.
-            token: The same for all who write this checkpoint, and for nobody else, ever.
+            token: Equal in all processes that write this checkpoint, and never used for any other.
 
         Returns:
-            Where its files are to be created, by :meth:`create` and :meth:`put_file`. If this is ``path`` itself, they
-            must have names that the checkpoint which is there now does not use.
+            The directory in which its files are to be created, by :meth:`create` and :meth:`put_file`. If this is
+            ``path`` itself, they must have names that the checkpoint which is there now does not use.
         """
         return path
 
@@ -366,9 +366,9 @@ class Storage(abc.ABC):
         Args:
             path: The directory's final path.
             token: As for :meth:`begin_directory`.
-            manifest: The bytes of its manifest, which names files that are all durable.
-            gone: Relative names of files at ``path`` that belong to the checkpoint which is replaced, and not to this
-                one. Whatever else is there stays.
+            manifest: The bytes of its manifest; all files that it names are durable.
+            gone: Relative names of files at ``path`` that belong to the replaced checkpoint, and not to this one. All
+                other files there stay.
 
         A file of ``gone`` that cannot be deleted stays, with a warning.
 
@@ -382,7 +382,7 @@ class Storage(abc.ABC):
             logger.warning("could not delete what was at %s before: %s", path, error)
 
     def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
-        """Delete what was written for a checkpoint that is never going to be published.
+        """Delete the files written for a checkpoint that will never be published.
 
         Args:
             path: The directory's final path.
@@ -401,7 +401,7 @@ class Storage(abc.ABC):
     def claim(self, directory: str) -> Claim | None:
         """Return a claim on ``directory``, not made yet, by which other jobs know that this process saves there.
 
-        None if the storage has no claims: then nobody is warned, and saves of the same names may damage each other
+        None if the storage has no claims. Then no job is warned, and saves of the same names may damage each other,
         unless the storage keeps their unfinished files apart.
         """
         return None
@@ -411,8 +411,8 @@ class Storage(abc.ABC):
 
         Args:
             path: The directory.
-            names: The files that the checkpoint consists of. Where another job may be writing into the same directory,
-                no others are deleted.
+            names: The files that the checkpoint consists of. If another job may be writing into the same directory,
+                only these are deleted.
         """
         self.remove(f"{path}/{MANIFEST_NAME}")
         self.remove(path)
@@ -420,13 +420,13 @@ class Storage(abc.ABC):
     def list_directories(self, directory: str) -> Sequence[FileInfo]:
         """Return the directory checkpoints directly in ``directory``, and directories that may be one.
 
-        Their size is that of all files directly in them, their time that of the commit. On a local disk, one that this
-        user may not read has the size 0.
+        The size is that of all files directly in the checkpoint, the time that of its commit. On a local disk, a
+        checkpoint that this user may not read has the size 0.
         """
         return [found for path in self.subdirectories(directory) for found in self._committed(path)]
 
     def _committed(self, path: str) -> Sequence[FileInfo]:
-        """Return what the directory ``path`` is as a checkpoint, nothing if it is none."""
+        """Return the directory ``path`` as the only entry; no entry if it is not a checkpoint."""
         files = self.list(path)
         commits = [file.modified for file in files if os.path.basename(file.path) == MANIFEST_NAME]
         return [FileInfo(path, sum(file.size for file in files), modified) for modified in commits]
@@ -440,10 +440,10 @@ def transfer(
     *,
     when_open: Callable[[], None] = lambda: None,
 ) -> int:
-    """Make ``target`` a file with the bytes of ``source``, durable, replacing what was there; return its size.
+    """Copy the file ``source`` to ``target``, durably, replacing what was there; return its size in bytes.
 
-    The file goes through 16 MiB of memory, whatever its size, besides what the writing storage needs. ``when_open`` is
-    called when ``source`` is open, so that it does not matter any more what becomes of its name.
+    The copy needs 16 MiB of memory, whatever the file's size, in addition to what the target storage needs.
+    ``when_open`` is called when ``source`` is open; renaming or deleting ``source`` does not matter from then on.
     """
     with source_storage.open(source) as reader:
         when_open()
@@ -451,7 +451,7 @@ def transfer(
 
 
 def write_from(reader: FileReader, storage: Storage, target: str) -> int:
-    """Make ``target`` a file with the bytes of one that is open, as :func:`transfer` does."""
+    """Copy an open file to ``target``, as :func:`transfer` does."""
     with storage.create(target, reader.size) as writer:
         memory = memoryview(bytearray(min(_CHUNK, reader.size)))
         for offset in range(0, reader.size, _CHUNK):
@@ -463,7 +463,7 @@ def write_from(reader: FileReader, storage: Storage, target: str) -> int:
 
 
 class RandomAccessIO(io.RawIOBase):
-    """A seekable, read-only Python file of known size; a subclass gives :meth:`readinto`."""
+    """A seekable, read-only Python file of known size; subclasses implement :meth:`readinto`."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""Bytes that are read and written, counted for somebody who waits."""
+"""Count the bytes that storages read and write, for progress lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _count: contextvars.ContextVar[Count | None] = contextvars.ContextVar("count", d
 
 @contextlib.contextmanager
 def counting(count: Count) -> Iterator[None]:
-    """Have every storage that the body makes by ``storage_for`` say how many bytes it has moved, from any thread."""
+    """Call ``count`` with the bytes moved by each storage that the body makes by ``storage_for``, on any thread."""
     token = _count.set(count)
     try:
         yield
@@ -25,7 +25,7 @@ def counting(count: Count) -> Iterator[None]:
 
 
 def counted(storage: Storage) -> Storage:
-    """Return a new storage, which counts where :func:`counting` says so."""
+    """Return the storage, made to count its bytes if the caller is in the body of :func:`counting`."""
     count = _count.get()
     if count is None:
         return storage
@@ -34,7 +34,7 @@ def counted(storage: Storage) -> Storage:
     def reader(file: FileReader) -> FileReader:
         return file if isinstance(file, CountingReader) else CountingReader(file, count)
 
-    # The storage stays what it is, with all that it can do.
+    # Replace methods instead of wrapping the storage, so that it keeps its class and all other methods.
     vars(storage).update(
         open=lambda path: reader(opens(path)),
         open_inside=lambda directory, name: reader(opens_inside(directory, name)),

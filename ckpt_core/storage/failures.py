@@ -1,4 +1,4 @@
-"""What went wrong at a disk or a store, in the words of this package: with a remedy, and without credentials."""
+"""Translate errors of disks and object stores into ``StorageError``, with a remedy and without credentials."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _USER_INFO = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
 _SIGNED_PARAMETER = re.compile(
     r"(?i)\b((?:sig|signature|x-amz-signature|x-amz-credential|x-amz-security-token|access_token)=)[^&\s'\"]+"
 )
-_SHORTEST = 6  # characters; blotting out shorter ones would make the text unreadable and hide nothing
+_SHORTEST = 6  # characters; hiding shorter ones would make the text unreadable, and they are not secrets
 _HIDDEN = "***"
 
 
 class Secrets:
-    """The credentials in ``storage_options``, to be blotted out of texts: strings under names that sound like some."""
+    """The credentials in ``storage_options``, to be hidden in texts: strings under names that suggest a credential."""
 
     def __init__(self, storage_options: Mapping[str, Any]) -> None:
         found = {text for text in _secret_texts(storage_options, secret=False) if len(text) >= _SHORTEST}
-        # The longest first: one may contain another.
+        # Longest first, because one may contain another.
         self._texts = sorted(found | {quote(text, safe="") for text in found}, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """Return ``text`` without credentials, those in URLs included."""
+        """Return ``text`` without credentials, including those in URLs."""
         for secret in self._texts:
             text = text.replace(secret, _HIDDEN)
         return _SIGNED_PARAMETER.sub(rf"\1{_HIDDEN}", _USER_INFO.sub(rf"\1{_HIDDEN}@", text))
 
     def are_in(self, error: BaseException) -> bool:
-        """Return whether ``error``, or one that led to it, shows a credential when it is printed."""
+        """Return whether ``error``, or its cause or context, would show a credential when printed."""
         seen: set[int] = set()
         link: BaseException | None = error
         while link is not None and id(link) not in seen:
@@ -70,7 +70,7 @@ def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
 
 
 def describer(secrets: Secrets, action: str, path: str) -> Describe:
-    """Return what makes the error for the user out of the one of a client, by what it did (``"read"``) to which URL."""
+    """Return a function that turns a client's error into one for the user, with the action (``"read"``) and the URL."""
     shown = secrets.hide(path)
 
     def describe(error: Exception) -> CheckpointError:
@@ -93,12 +93,12 @@ def describer(secrets: Secrets, action: str, path: str) -> Describe:
 
 
 def _text_of(error: Exception) -> str:
-    return str(error).partition("\n\nDebug source:")[0]  # which obstore adds, in the words of Rust
+    return str(error).partition("\n\nDebug source:")[0]  # obstore appends the Rust error, for debugging
 
 
 @contextlib.contextmanager
 def translated(describe: Describe) -> Iterator[None]:
-    """Raise what ``describe`` makes of an exception inside, in its place."""
+    """Replace an exception raised in the body by the one that ``describe`` returns for it."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised below, where Python does not add it to what it shows
@@ -133,7 +133,7 @@ _REMEDIES = {
 
 
 def storage_error(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
-    """Return the error for the user that an operating system's ``error`` stands for, with a remedy if one is known."""
+    """Return the error for the user for an operating system's ``error``, with a remedy if one is known."""
     detail = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0)
     if error.errno == errno.ENOSPC:
@@ -151,7 +151,7 @@ def storage_error(action: str, path: str, error: OSError, needed: int | None = N
 
 
 def existing_directory(path: str) -> str:
-    """Return the longest beginning of ``path`` that is a directory."""
+    """Return ``path`` if it is a directory, or else its nearest parent that is one."""
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path

@@ -1,4 +1,4 @@
-"""A storage that misbehaves on purpose, for tests of what depends on one."""
+"""Fault injection: a storage that fails or hangs at chosen operations, for tests of code that depends on a storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One call of a storage, of a file being written or of a file being read.
+    """One call of a method of a storage, a file writer or a file reader.
 
     Attributes:
         name: The method: ``"create"``, ``"write_at"``, ``"commit"``, ``"abort"``, ``"open"``, ``"read_into"``,
@@ -38,16 +38,16 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and where.
+    """A fault to inject: which operations it affects, and what happens then.
 
     Args:
-        at: Name of the operation (:class:`Operation`), or a function that says whether an operation is meant.
-        number: Which of the operations meant, from 1; None for all of them.
+        at: Name of the operation (:class:`Operation`), or a function that returns whether an operation matches.
+        number: Which of the matching operations, from 1; None for all of them.
         error: Raised instead of carrying the operation out. An ``OSError`` (``OSError(errno.ENOSPC, "...")``,
-            ``ConnectionResetError()``, ``TimeoutError()``) comes as the :class:`~ckpt_core.StorageError` that the local
-            storage makes of it; any other exception comes as it is.
-        delay: Seconds to wait before.
-        until: Wait before until this event is set: a storage that hangs.
+            ``ConnectionResetError()``, ``TimeoutError()``) is raised as the :class:`~ckpt_core.StorageError` that the
+            local storage turns it into; any other exception is raised as it is.
+        delay: Seconds to wait before the operation.
+        until: Wait before the operation until this event is set: a storage that hangs.
         written: For ``write_at`` with an ``error``: this many of the bytes reach the inner storage (a torn write).
         reply_lost: Carry the operation out and raise ``error`` after it, like a store whose answer is lost on the way.
             Not for ``create`` and ``open``.
@@ -62,12 +62,12 @@ class Fault:
     reply_lost: bool = False
 
     def is_meant_for(self, operation: Operation) -> bool:
-        """Whether :attr:`at` is about this operation, whatever its number."""
+        """Whether :attr:`at` matches this operation, regardless of :attr:`number`."""
         return operation.name == self.at if isinstance(self.at, str) else self.at(operation)
 
 
 def _performed(name: str, place: int = 0) -> Any:
-    """Return a method that has the inner storage do what it does; its argument at ``place`` is the path."""
+    """Return a method that passes the call on to the inner storage; its argument at index ``place`` is the path."""
 
     def method(self: FaultyStorage, *arguments: Any, **options: Any) -> Any:
         action = functools.partial(getattr(self._inner, name), *arguments, **options)
@@ -87,10 +87,10 @@ class FaultyStorage(Storage):
 
     Args:
         inner: The storage that does the work.
-        faults: What goes wrong. Several may meet in one operation: it waits for all of them and raises the first error.
+        faults: The faults. If several affect one operation, it waits for all of them and raises the first error.
 
     Attributes:
-        operations: What was asked for so far, in the order in which it began.
+        operations: All operations so far, in the order in which they began.
 
     Examples:
         >>> import errno, os, tempfile, torch
@@ -121,12 +121,12 @@ class FaultyStorage(Storage):
     def perform(
         self, operation: Operation, action: Callable[[], Result], tear: Callable[[int], object] | None = None
     ) -> Result:
-        """Record ``operation`` and carry it out by ``action``, unless a fault says otherwise.
+        """Record ``operation`` and carry it out by ``action``, unless a fault affects it.
 
         Args:
-            operation: What is asked for.
-            action: Asks the inner storage for it.
-            tear: Has the inner storage write only so many bytes.
+            operation: The operation.
+            action: Carries it out on the inner storage.
+            tear: Writes only the given number of bytes to the inner storage.
         """
         faults = self._meet(operation)
         for fault in faults:

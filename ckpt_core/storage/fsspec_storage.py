@@ -1,4 +1,4 @@
-"""Any store that fsspec knows (``s3://``, ``abfs://``, ``gs://``, ``memory://``, ...)."""
+"""Storage on any store that fsspec supports (``s3://``, ``abfs://``, ``gs://``, ``memory://``, ...)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_READ_BYTES = 16 * 2**20  # of one request
-_REQUESTS_UNDER_WAY = 4  # of one call
+_READ_BYTES = 16 * 2**20  # per request
+_REQUESTS_UNDER_WAY = 4  # per call
 _S3 = ("s3", "s3a")
 _AZURE = ("abfs", "abfss", "az", "adl")
 _GCS = ("gs", "gcs")
@@ -58,10 +58,10 @@ _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_AZURE, "azure"), **dict.
 
 
 class _Shared:
-    """What all storages of one fsspec filesystem know about its server."""
+    """State that all storages of one fsspec filesystem share: the retries, and what is known about the server."""
 
     def __init__(self, protocol: str) -> None:
-        # gcsfs itself asks six times, which takes half a minute, and cannot be told otherwise.
+        # gcsfs itself makes six attempts, which take half a minute, and this cannot be configured.
         self.retries = Retries(first_attempts=1) if protocol in _GCS else Retries()
         self.clients: KnownClients = {}
 
@@ -85,7 +85,7 @@ def _open_filesystem(url: str, options: dict[str, Any], secrets: Secrets) -> Any
             )
             raise StorageError(f"the package for {protocol}:// is not installed", path=url, remedy=install) from error
     if protocol in _S3:
-        filesystem.retries = 1  # ours take over
+        filesystem.retries = 1  # our own retries replace those of s3fs
     return filesystem
 
 
@@ -133,7 +133,7 @@ class _FsspecReader(FileReader):
             failure = self._storage.obstore.read(self.path, offset, targets)
             if failure is None:
                 return
-            data = self._fetch(offset, end)  # which raises what is not the fault of obstore
+            data = self._fetch(offset, end)  # raises if fsspec's client fails, too: then it is not obstore's fault
             self._storage.obstore.avoid(self.path, failure)
         else:
             data = self._whole[offset:end]
@@ -144,8 +144,8 @@ class _FsspecReader(FileReader):
     def _fetch(self, begin: int, end: int) -> memoryview:
         data = memoryview(self._storage.fetch(self.path, begin, end))
         if len(data) == self.size and (end - begin < self.size or self.size <= REMOTE_REQUEST_BYTES):
-            # An HTTP server that knows no ranges sends the whole file, whatever it is asked for: once is enough. So it
-            # is of a small file.
+            # An HTTP server without range requests always sends the whole file: keep it, so that it is sent once. A
+            # small file is kept, too.
             self._whole = data
             return data[begin:end]
         return data
@@ -158,10 +158,10 @@ class FsspecStorage(Storage):
     """A store reached through fsspec.
 
     Uploads to S3 and Azure go in parts of 16 MiB, several at a time; to GCS in one resumable upload; to any other store
-    in one call. Requests that fail for the moment are repeated.
+    in one call. Requests that fail transiently are retried.
     """
 
-    #: An unfinished upload is an orphan when nothing was added to it for so long.
+    #: An unfinished upload is an orphan if no part was added to it for this long.
     abandoned_after_seconds = 3600.0
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
@@ -190,7 +190,7 @@ class FsspecStorage(Storage):
             kind, backend, self._filesystem, of_obstore, known=shared.clients, secrets=self._secrets
         )
         if backend == "obstore":
-            self.obstore.client_of(url)  # which raises if it cannot be used
+            self.obstore.client_of(url)  # raises if obstore cannot be used
 
     @property
     def has_given_up(self) -> bool:  # type: ignore[override]
@@ -218,7 +218,7 @@ class FsspecStorage(Storage):
         return _FsspecReader(self, path)
 
     def info(self, path: str) -> dict[str, Any]:
-        """Return what fsspec knows about the object or directory."""
+        """Return fsspec's information about the object or directory, from the store."""
 
         def request() -> dict[str, Any]:
             self._filesystem.invalidate_cache()  # another process may have replaced the object
@@ -233,7 +233,7 @@ class FsspecStorage(Storage):
 
     def exists(self, path: str) -> bool:
         try:
-            self.info(path)  # fsspec's own exists() takes every error for "no"
+            self.info(path)  # not fsspec's own exists(), which takes every error for "no"
         except CheckpointNotFoundError:
             return False
         return True
@@ -241,7 +241,7 @@ class FsspecStorage(Storage):
     def remove(self, path: str) -> None:
         def request() -> None:
             self._filesystem.invalidate_cache()
-            # Not rm(): it takes a name with brackets or stars in it for a pattern.
+            # Not rm(), which takes a name with brackets or asterisks in it for a pattern.
             if self._is_object_store:
                 self._remove_all(self._filesystem.find(path))
                 return
@@ -252,7 +252,7 @@ class FsspecStorage(Storage):
                 self._filesystem.rmdir(directory)
 
         if self.exists(path):
-            with contextlib.suppress(CheckpointNotFoundError):  # by somebody else
+            with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
                 self._ask("remove", path, request)
 
     def _remove_all(self, names: Sequence[str]) -> None:
@@ -261,7 +261,7 @@ class FsspecStorage(Storage):
 
     def copy(self, source: str, target: str) -> int:
         def request() -> None:
-            self._filesystem.cp_file(source, target)  # copy() would take names for patterns
+            self._filesystem.cp_file(source, target)  # not copy(), which would take names for patterns
             if self._is_in(_AZURE):
                 fsspec.asyn.sync(self._filesystem.loop, _wait_for_copy, self._filesystem, target)
 
@@ -292,7 +292,7 @@ class FsspecStorage(Storage):
         inside = self._filesystem._strip_protocol(directory).strip("/") + "/"
         for info in found:
             name = info["name"].strip("/")
-            if name.startswith(inside):  # a file gives itself, and on some stores a directory too
+            if name.startswith(inside):  # the listing of a file is the file itself; some stores list a directory, too
                 yield f"{directory.rstrip('/')}/{name.removeprefix(inside)}", info
 
     def claim(self, directory: str) -> Claim | None:
@@ -307,20 +307,20 @@ class FsspecStorage(Storage):
         def request() -> None:
             self._filesystem.invalidate_cache()
             found = set(self._filesystem.find(path))
-            # In this order: whoever has written what was found has said before that they are there.
+            # Check for other jobs after listing: a job whose files were found has written its lease before them.
             if has_others(self, path.rpartition("/")[0]):
                 found &= {self._filesystem._strip_protocol(f"{path}/{name}") for name in names}
             self._remove_all(sorted(found))
 
-        with contextlib.suppress(CheckpointNotFoundError):  # by somebody else
+        with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
             self._ask("remove", path, request)
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
-        """Abort the uploads into ``directory`` to which nobody has added for :attr:`abandoned_after_seconds` (S3).
+        """Abort the uploads into ``directory`` that got no part for :attr:`abandoned_after_seconds` (S3).
 
-        Azure deletes unfinished uploads by itself after a week; GCS does where its own client has begun them, and keeps
-        those of obstore, which nothing here can list. Elsewhere there are none. Leases and old
-        probes of dead processes go, too.
+        Azure deletes unfinished uploads itself after a week. GCS deletes those that its own client has begun, and keeps
+        those of obstore, which cannot be listed from here. Other stores have none. Leases of dead processes and old
+        probe objects are deleted, too.
         """
         probes: Sequence[str] = []
         if self._is_object_store:
@@ -332,7 +332,7 @@ class FsspecStorage(Storage):
         return [*probes, *self._abort_uploads(directory, empty=True)]
 
     def _dead_probes(self, hidden: Sequence[FileInfo]) -> Sequence[str]:
-        """Return the objects that processes have left which died while they tried obstore."""
+        """Return the probe objects of processes that died while they tested obstore."""
         latest = time.time() - self.abandoned_after_seconds
         return [info.path for info in hidden if PROBE_PREFIX in info.path and 0 < info.modified < latest]
 
@@ -363,10 +363,10 @@ class FsspecStorage(Storage):
             return []  # there is no bucket
 
     def _abort_begun(self, path: str, seconds: float) -> None:
-        """Abort the uploads of one object that have begun in the last ``seconds`` (S3).
+        """Abort the uploads of one object that began in the last ``seconds`` (S3).
 
         Raises:
-            StorageError: The store refused, or another job may have begun them.
+            StorageError: The store refused, or the uploads may be those of another job.
         """
         if not self._is_in(_S3):
             return
@@ -423,16 +423,16 @@ def _modified(info: dict[str, Any]) -> float:
         if isinstance(value, (int, float)):
             return float(value)
         if isinstance(value, str):
-            with contextlib.suppress(ValueError):  # of a server that writes dates in another way
+            with contextlib.suppress(ValueError):  # the server uses another date format
                 return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
     return 0.0
 
 
 async def _wait_for_copy(filesystem: Any, path: str) -> None:
-    """Return when Azure has carried out the copy into ``path`` that it has accepted.
+    """Wait until Azure has finished the copy into ``path`` that it has accepted.
 
     Raises:
-        OSError: It has failed.
+        OSError: The copy has failed.
     """
     container, blob, _ = filesystem.split_path(path)
     async with filesystem.service_client.get_blob_client(container, blob) as client:

@@ -1,7 +1,7 @@
-"""A filesystem in memory (tmpfs) as storage: it refuses what would not fit, and uses the pages of old files again.
+"""Storage on an in-memory filesystem (tmpfs): refuses files that do not fit, and reuses the pages of old files.
 
-Taking new pages from the kernel costs several times as much as copying into pages that are there. So the files of a
-checkpoint that goes are not deleted but kept aside, and become the files of the next one.
+Taking new pages from the kernel costs several times as much as copying into pages that are there. So the files of
+a discarded checkpoint are not deleted but set aside as spares, and become the files of the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPARE = "spare-"
 _TAKEN = "taken-"
 _SMALLEST_SPARE = 2**20  # bytes; smaller files are not worth the trouble
 _KEPT_FREE = 0.05  # of the machine's memory
-_CGROUPS = (  # limit, use, and in the statistics what the kernel gives back when it is needed
+_CGROUPS = (  # files with the limit and the use, and the field of memory.stat with what the kernel can reclaim
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -32,18 +32,18 @@ _CGROUPS = (  # limit, use, and in the statistics what the kernel gives back whe
 
 
 class MemoryStorage(LocalStorage):
-    """Files below one directory of a tmpfs, in which files are kept aside, too."""
+    """Files below one directory of a tmpfs, which also holds the spare files."""
 
     def __init__(self, directory: str) -> None:
         super().__init__()
         self._directory = directory
 
     def __reduce__(self) -> tuple[type[MemoryStorage], tuple[str]]:
-        """A copy has no directories in the making."""
+        """Pickle and copy only the directory: a copy is not writing any checkpoint."""
         return MemoryStorage, (self._directory,)
 
     def create(self, path: str, expected_size: int) -> FileWriter:
-        """Begin a file, if it fits into the filesystem and what memory the machine or container has left."""
+        """Begin a file, if it fits into the filesystem and the memory that the machine or container has left."""
         spare, pages = self._take_spare(expected_size)
         try:
             _refuse_if_full(self._directory, expected_size - pages)
@@ -61,14 +61,14 @@ class MemoryStorage(LocalStorage):
         for file in files_of(path):
             with contextlib.suppress(OSError):
                 status = os.lstat(file)
-                # What has another name too is part of another checkpoint.
+                # A file with another hard link is part of another checkpoint.
                 if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size >= _SMALLEST_SPARE:
                     name = f"{_SPARE}{status.st_size}-{uuid.uuid4().hex[:12]}"
                     os.rename(file, f"{self._directory}/{name}")
         self.remove(path)
 
     def drop_spares(self) -> None:
-        """Give the pages that no file has taken back to the system; called while nothing is being saved."""
+        """Delete the spare files, which frees their pages; called while nothing is being saved."""
         for name in [*self._names(_SPARE), *self._names(_TAKEN)]:
             with contextlib.suppress(OSError):
                 os.unlink(f"{self._directory}/{name}")
@@ -79,7 +79,7 @@ class MemoryStorage(LocalStorage):
         return []
 
     def _take_spare(self, size: int) -> tuple[str | None, int]:
-        """Return a file of about that size, under a name that no other rank takes, and the bytes of its pages."""
+        """Take a spare file of about that size; return its new path, which no other rank uses, and its usable bytes."""
         spares = [(int(name.split("-")[1]), name) for name in self._names(_SPARE)] if size >= _SMALLEST_SPARE else []
         for pages, name in sorted(spares, key=lambda spare: abs(spare[0] - size)):
             taken = f"{self._directory}/{_TAKEN}{uuid.uuid4().hex[:12]}"
@@ -97,7 +97,7 @@ class _MemoryFileWriter(LocalFileWriter):
     def _open(self) -> None:
         spare, self._spare = self._spare, None
         if spare is not None:
-            with contextlib.suppress(FileNotFoundError):  # another rank's snapshot is over, and it drops the spares
+            with contextlib.suppress(FileNotFoundError):  # another rank, whose snapshot is over, dropped the spares
                 os.rename(spare, self._part)
                 self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CLOEXEC)
                 return
@@ -128,10 +128,10 @@ def _refuse_if_full(directory: str, size: int) -> None:
 
 
 def available_memory() -> tuple[int, int]:
-    """Return how many bytes this process could still use, and how many there are, by the machine and its cgroup."""
+    """Return the available and the total memory in bytes, limited by the machine and by its cgroup."""
     known = _numbers("/proc/meminfo")
     if "MemAvailable" not in known:
-        return 2**62, 0  # a system that does not say
+        return 2**62, 0  # a system without this information: no limit
     available, total = known["MemAvailable"] * 1024, known["MemTotal"] * 1024
     for limit, used, reclaimable in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):

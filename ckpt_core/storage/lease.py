@@ -1,12 +1,12 @@
-"""A process's claim on a directory of an object store: a small object, written again as long as the process lives.
+"""Leases: a process's claim on a directory of an object store, a small object that a live process keeps rewriting.
 
 Every process has a lease of its own, so nothing depends on conditional requests, which some stores ignore: a process
-writes its lease and then lists those of others. Of two that come at once, at least one sees the other. One that was
-alone when it came stays **first**; any other is warned, and is first when there is nobody else any more.
+writes its lease and then lists the others. Of two processes that start at once, at least one sees the other. A process
+that found no other lease is **first** and stays so. Any other is warned, and becomes first when no other is left.
 
-Whether a lease is of the living is judged by the clock of the store alone: the time of its last change, and that of our
-own. Of a process of this machine it is known at once. One of another machine that was written within the last
-``ALIVE_SECONDS`` may be that of a process that was killed just now: it counts when it has been written again.
+Whether the process of a lease is alive is judged by the store's clock only, from the times at which that lease and our
+own were last written. For a process on this machine it is known at once. A lease from another machine that was written
+within the last ``ALIVE_SECONDS`` may be that of a process that was just killed: it counts once it is written again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 LEASE_PREFIX = ".ckpt-lease-"
 RENEW_SECONDS = 15.0
-ALIVE_SECONDS = 60.0  # since it was last written
-_ASK_AGAIN_SECONDS = 2.0  # while it is not known whether another job lives
+ALIVE_SECONDS = 60.0  # a lease that was not written for so long is that of a dead process
+_ASK_AGAIN_SECONDS = 2.0  # between two checks while it is unknown whether another job is alive
 _SECONDS_TO_END = 10.0
 
-_leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # that are written, or not deleted yet
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # whose threads have started; released at exit
 _cleaned: set[str] = set()
 
 
@@ -54,36 +54,36 @@ at_exit.call_after_threads(_end_leases)
 
 
 class LeaseStore(Protocol):
-    """The requests that leases are made of."""
+    """The requests to a store that leases need."""
 
     def put(self, path: str, data: bytes) -> None:
-        """Make an object, replacing what is there."""
+        """Write an object, replacing what is there."""
 
     def get(self, path: str) -> bytes | None:
         """Return an object's bytes, or None if there is none."""
 
     def delete(self, path: str, *, once: bool = False) -> None:
-        """Delete an object; with ``once``, a request that fails is not repeated."""
+        """Delete an object; with ``once``, a failed request is not retried."""
 
     def hidden_objects(self, directory: str, prefix: str) -> Sequence[FileInfo]:
         """Return the objects directly in ``directory`` whose names begin with ``prefix``."""
 
     def remove_abandoned(self, directory: str) -> Sequence[str]:
-        """Delete what processes that are surely dead left unfinished in ``directory``; return the paths."""
+        """Delete unfinished uploads into ``directory`` whose processes are certainly dead; return the paths."""
         return []
 
 
 @dataclasses.dataclass
 class _Other:
-    """A lease of another process: who wrote it, and when it had been written when we saw it first."""
+    """A lease of another process: which process wrote it, and its time of change when it was first seen."""
 
     owner: dict[str, Any]
     modified: float
-    is_confirmed: bool = False  # written again since: its process lives
+    is_confirmed: bool = False  # whether its process is alive: it has been written since, or is on this machine
 
 
 class Lease(Claim):
-    """This process's lease on a directory, which a thread writes again and again."""
+    """This process's lease on a directory, which a thread rewrites periodically."""
 
     def __init__(self, store: LeaseStore, directory: str) -> None:
         super().__init__(directory)
@@ -91,10 +91,10 @@ class Lease(Claim):
         self._path = f"{directory.rstrip('/')}/{LEASE_PREFIX}{uuid.uuid4().hex}"
         self._others: dict[str, _Other] = {}
         self._is_first = False
-        self._is_known = Latch()  # whether others live
+        self._is_known = Latch()  # set once it is known whether other jobs are alive
         self._is_released = Latch()
-        self._ends_at = float("inf")  # until then, whoever releases it waits; by time.monotonic()
-        self._is_silent = False  # whether the store has refused the last time, which the log has
+        self._ends_at = float("inf")  # release() waits no longer than until then; by time.monotonic()
+        self._is_silent = False  # whether the store refused the last request, which has been logged
         self._written_at = -float("inf")  # by time.monotonic()
         self._written_at_store = 0.0  # by the clock of the store
         self._lock = threading.RLock()  # a signal handler that saves may interrupt a save
@@ -119,10 +119,10 @@ class Lease(Claim):
             logger.info("could not delete the lease %s, which ends by itself: %s", self._path, error)
 
     def _clean_up(self) -> None:
-        """Delete, once, what dead processes left unfinished in the directory; no training waits for this thread."""
+        """Delete, once per process, unfinished uploads of dead processes; training does not wait for this thread."""
         if self.directory in _cleaned:
             return
-        _cleaned.add(self.directory)  # only now can no upload of this process have been silent for long
+        _cleaned.add(self.directory)  # only once: later, a slow upload of this process could be taken for abandoned
         try:
             removed = self._store.remove_abandoned(self.directory)
         except Exception as error:  # noqa: BLE001 - as above
@@ -138,27 +138,27 @@ class Lease(Claim):
             self._thread.join(max(0.0, self._ends_at - time.monotonic()))
 
     def forget(self) -> None:
-        """Nothing has to be done: the thread is not in a fork."""
+        """Do nothing: the thread does not run in a fork."""
 
     def is_alone(self) -> bool:
-        """Return whether this process is first; waits until that is known, for :data:`ALIVE_SECONDS` at the most."""
+        """Return whether this process is first; waits until that is known, for about :data:`ALIVE_SECONDS` at most."""
         self._is_known.wait(2 * ALIVE_SECONDS)
         if time.monotonic() - self._written_at > ALIVE_SECONDS / 2:
             self.beat()  # the process was suspended, or the store is slow
         return self._is_first and self._is_known.is_set()
 
     def others(self) -> bool:
-        """Return whether another job may live, as the store knows it now."""
+        """Query the store, and return whether another job may be alive."""
         with self._lock:
             self._look()
             return bool(self._others)
 
     def beat(self) -> None:
-        """Write the lease and look at those of others; a refusal of the store is logged."""
+        """Write the lease and look at those of others; if the store refuses, log a warning."""
         with self._lock:
             try:
                 if time.monotonic() - self._written_at > ALIVE_SECONDS:
-                    self._is_first = False  # others may have taken this process for dead
+                    self._is_first = False  # other processes may have taken this one for dead
                 self._store.put(self._path, json.dumps(this_process()).encode())
                 self._written_at = time.monotonic()
                 self._look()
@@ -166,7 +166,7 @@ class Lease(Claim):
                 if not self._is_silent:
                     logger.warning("cannot find out whether another job saves into %s: %s", self.directory, error)
                 self._is_silent = True
-                self._is_first |= self._written_at < 0  # nothing speaks against it
+                self._is_first |= self._written_at < 0  # never written: assume that there are no others
                 self._is_known.set()
                 return
             self._is_silent = False
@@ -185,7 +185,7 @@ class Lease(Claim):
         for path, modified in found.items():
             other = self._others.get(path) or _Other(_owner_of(self._store, path), modified)
             if other.owner == this_process():
-                continue  # an earlier one, which is being deleted
+                continue  # an earlier lease of this process, which is being deleted
             is_living = lives(other.owner)
             other.is_confirmed |= modified > other.modified or is_living is True
             if now - modified > ALIVE_SECONDS or is_living is False:
@@ -206,7 +206,7 @@ def has_others(store: LeaseStore, directory: str) -> bool:
 
 
 def remove_dead_leases(store: LeaseStore, leases: Iterable[FileInfo]) -> None:
-    """Delete those of some leases whose processes were on this machine and are dead."""
+    """Delete those of ``leases`` whose processes were on this machine and are dead."""
     for info in leases:
         if lives(_owner_of(store, info.path)) is False:
             store.delete(info.path)
@@ -220,19 +220,19 @@ def _owner_of(store: LeaseStore, path: str) -> dict[str, Any]:
 
 
 def this_process() -> dict[str, Any]:
-    """Return what tells this process from all others, as plain data."""
+    """Return what identifies this process among all others, on any machine, as plain data."""
     return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": _start_of(os.getpid())}
 
 
 def _machine() -> str:
-    """Return what distinguishes the processes that have different numbers here from all others; empty if unknown."""
+    """Return an ID of this boot and PID namespace, within which process IDs are unique; empty if unknown."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
 def _start_of(pid: int) -> str:
-    """Return when a process of this machine has begun; empty if there is none."""
+    """Return the start time of a process of this machine, as a kernel tick count; empty if there is none."""
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else fields[18]
@@ -240,7 +240,7 @@ def _start_of(pid: int) -> str:
 
 
 def lives(owner: dict[str, Any]) -> bool | None:
-    """Return whether a process lives; None if it is of another machine."""
+    """Return whether a process is alive; None if it is on another machine, so that this is unknown."""
     if not owner.get("machine") or owner["machine"] != _machine():
         return None
     pid, started = owner.get("pid"), owner.get("started")

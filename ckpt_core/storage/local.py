@@ -1,8 +1,8 @@
-"""Local disks: direct I/O where the filesystem has it, and files that appear whole and durable or not at all.
+"""Storage on local disks: direct I/O where the filesystem supports it, and atomic, durable writes of files.
 
 A file is written under a temporary name in its own directory, synced, renamed, and the directory synced. Direct I/O
-from page-aligned memory bypasses the page cache: about four times less processor time, no cold-cache penalty after
-idling, and nothing evicted that the training's data loading wants.
+from page-aligned memory bypasses the page cache: it takes about a quarter of the processor time, has no cold-cache
+penalty after idling, and evicts nothing that the training's data loading needs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ckpt_core.storage.failures import existing_directory, storage_error
 from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
-_OF_FILE_SYSTEM = "lost+found"  # in the root of each ext4 volume; only root may list it
+_OF_FILE_SYSTEM = "lost+found"  # a directory in the root of each ext4 volume, which only the user root may list
 _WITHOUT_NAME = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
 _NO_FILES_WITHOUT_NAME = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS)
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted meanwhile; links that lead nowhere
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted meanwhile, or a dangling or circular link
 
 
 class LocalFileWriter(FileWriter):
-    """Writes one file."""
+    """Writes one file under a hidden name, which ``commit`` renames to the final one."""
 
     parallel = True
-    threads = 4  # they wait for the disk, so the number of processors does not matter
+    threads = 4  # threads wait for the disk, so the number of processors does not matter
 
     def __init__(self, path: str, expected_size: int) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class LocalFileWriter(FileWriter):
                 self._close()
                 self._open()
             _reserve(self._descriptor, expected_size)
-        except BaseException as error:  # also Ctrl-C: nobody would delete a file that this process has locked
+        except BaseException as error:  # also Ctrl-C: no clean-up deletes a file that this process has locked
             self.abort()
             if isinstance(error, OSError):
                 raise storage_error("write", path, error, expected_size) from error
@@ -84,7 +84,7 @@ class LocalFileWriter(FileWriter):
 
     def _write(self, offset: int, data: memoryview) -> None:
         while data:
-            was_direct = self._direct  # another thread may leave it meanwhile
+            was_direct = self._direct  # another thread may turn direct I/O off meanwhile
             try:
                 written = os.pwrite(self._descriptor, data, offset)
             except OSError as error:
@@ -112,8 +112,8 @@ class LocalFileWriter(FileWriter):
 
     def abort(self) -> None:
         if self._descriptor != -1:
-            # It is gone already if only the directory could not be synced. If it cannot be deleted, the next save does
-            # that; the failure that led here is the one to report.
+            # It is gone already if commit() failed only to sync the directory. If it cannot be deleted, the next save
+            # deletes it; the error to report is the one that led here.
             with contextlib.suppress(OSError):
                 os.unlink(self._part)
             self._close()
@@ -124,7 +124,7 @@ class LocalFileWriter(FileWriter):
 
 
 def _refuse_working_directory(path: str, does: str, remedy: str) -> None:
-    """Refuse to take away the directory in which this process works."""
+    """Raise ``StorageError`` if ``path`` is this process's working directory, or contains it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _refuse_working_directory(path: str, does: str, remedy: str) -> None:
 
 
 def _refuse_special(path: str, *, is_directory: bool = False) -> None:
-    """Refuse to put a checkpoint where a device or a pipe is, or a file where a directory is."""
+    """Raise an error if a checkpoint would replace a device or a pipe, or a file would replace a directory."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def _file_replaced_by(path: str) -> os.stat_result | None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    # posix_fallocate writes zeros if the filesystem cannot reserve; the plain system call fails instead.
+    # posix_fallocate writes zeros if the filesystem cannot reserve space; the plain system call fails instead.
     allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if allocate is None or size == 0:
         return
@@ -167,10 +167,10 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def refuse_wrong_local(path: str, action: str) -> str:
-    """Return the longest beginning of a directory's path that exists, unless nobody can make what is missing.
+    """Return the nearest existing parent of a directory, or the directory; raise if the rest cannot be created.
 
     Raises:
-        StorageError: ``path`` is one of a file, or below one, or behind a link that leads nowhere.
+        StorageError: ``path`` is that of a file, or is below a file or a dangling symbolic link.
     """
     directory = os.path.abspath(path)
     existing = existing_directory(directory)
@@ -189,21 +189,21 @@ def refuse_wrong_local(path: str, action: str) -> str:
             path=first,
             remedy="mount the filesystem that it leads to, or make the directory",
         )
-    if not stat.S_ISDIR(mode):  # it may have been created meanwhile
+    if not stat.S_ISDIR(mode):  # a directory may have been created there meanwhile
         raise storage_error(action, directory, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     return first
 
 
 def try_to_create_in(directory: str) -> None:
-    """Refuse a directory in which this process can create nothing. Nothing appears in it meanwhile.
+    """Raise an error if this process cannot create files in a directory. No file becomes visible in it.
 
     Raises:
-        StorageError: It may not, or the disk refuses to.
+        StorageError: There is no permission, or the disk refuses.
     """
     try:
         os.close(os.open(directory, _WITHOUT_NAME | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        if error.errno in _NO_FILES_WITHOUT_NAME:  # the filesystem has none, so ask for the permissions at least
+        if error.errno in _NO_FILES_WITHOUT_NAME:  # no O_TMPFILE on this filesystem: check the permissions at least
             if os.access(directory, os.W_OK | os.X_OK):
                 return
             error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -221,9 +221,9 @@ class LocalStorage(Storage):
     """Files on a local (or mounted) filesystem.
 
     Args:
-        follow_links: Whether files *inside* a checkpoint's directory may be symbolic links, as DVC and caches of the
-            Hugging Face Hub make them. A checkpoint of unknown origin could have any file be read in this way. A link
-            to a whole checkpoint is followed anyhow.
+        follow_links: Whether files *inside* a checkpoint's directory may be symbolic links, as DVC and the caches of
+            the Hugging Face Hub make them. By such links, a checkpoint of unknown origin could make the reader read any
+            file. A link to a whole checkpoint is always followed.
     """
 
     def __init__(self, follow_links: bool = False) -> None:
@@ -236,7 +236,7 @@ class LocalStorage(Storage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._staging = local_directory.StagingDirectories()  # a copy has none in the making
+        self._staging = local_directory.StagingDirectories()  # a copy is not writing any directory
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         return LocalFileWriter(path, expected_size)
@@ -292,7 +292,7 @@ class LocalStorage(Storage):
             _make_directories(directory)
             _refuse_special(target)
             status, replaced = os.stat(source), _file_replaced_by(target)
-            # Two names of one file have the same permissions.
+            # A hard link cannot have permissions of its own.
             if replaced is not None and permissions.differ(status, replaced):
                 permissions.copy_file(source, part, replaced)
             else:
@@ -310,7 +310,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise storage_error("copy", target, error) from error
         finally:
-            # It is still there after a failure, or if the target was a link of the same file: no rename then.
+            # It still exists after a failure, or if the target was a hard link of the same file: rename does nothing.
             with contextlib.suppress(OSError):
                 os.unlink(part)
         return size
@@ -336,7 +336,7 @@ class LocalStorage(Storage):
             size = sum(file.size for file in self.list(path))
         except StorageError:
             pass
-        # It may be a checkpoint: listed, so that a look-up passes over it with a warning.
+        # It may be a checkpoint that cannot be read: list it, so that a look-up passes over it with a warning.
         with contextlib.suppress(OSError):
             return [FileInfo(path, size, os.stat(path).st_mtime)]
         return []
@@ -407,14 +407,14 @@ class LocalStorage(Storage):
         local_directory.restore(directory)
         found = []
         for entry in _entries(directory):
-            with contextlib.suppress(OSError):  # what cannot be looked at cannot be entered
+            with contextlib.suppress(OSError):  # an entry whose type cannot be read cannot be entered either
                 if entry.is_dir() and entry.name != _OF_FILE_SYSTEM:
                     found.append(entry.path)
         return found
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:
-    """Return what is in a directory, without unfinished work."""
+    """Return the entries of a directory, without unfinished files and directories."""
     try:
         with os.scandir(directory) as entries:
             return [entry for entry in entries if not entry.name.endswith(SUFFIX)]
@@ -425,21 +425,21 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an unfinished file until this process closes it or dies: it tells the orphan of a dead process from work.
+    """Lock an unfinished file until this process closes it or dies; an unlocked one is the orphan of a dead process.
 
-    False if another process took it for an orphan before it was locked, and has deleted it.
+    Return False if another process took the file for an orphan before it was locked, and has deleted it.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in CANNOT_LOCK:
             raise
-        return True  # without locks, it is never taken for an orphan
+        return True  # on a filesystem without locks, it is never taken for an orphan
     return os.fstat(descriptor).st_nlink > 0
 
 
 def unfinished(directory: str) -> list[str]:
-    """Return the paths of the unfinished files and directories in a directory, also of those that are being written."""
+    """Return the paths of unfinished files and directories in a directory, including those that are being written."""
     try:
         with os.scandir(directory or ".") as entries:
             return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(SUFFIX)]

@@ -1,11 +1,11 @@
-"""Directories on a local filesystem that appear whole and durable under their name, or not at all.
+"""Atomic, durable commit of directory checkpoints on a local filesystem, and their deletion and clean-up.
 
-A directory is filled under a hidden name beside its final one, and renamed. One that is there already changes places
-with it in one step (``RENAME_EXCHANGE``); where the filesystem cannot do that, two renames do it, and :func:`restore`
-mends what a crash between them leaves. Everyone who writes into a hidden directory holds a shared lock on it, which
-tells the orphan of dead processes from work in progress.
+A directory is filled under a hidden name (*staging*) next to its final one, and renamed. If there is one of that name
+already, the two are exchanged in one step (``RENAME_EXCHANGE``); where the filesystem cannot do that, two renames do
+it, and :func:`restore` repairs what a crash between them leaves. Every process that writes into a hidden directory
+holds a shared lock on it, so a hidden directory without a lock is the orphan of dead processes.
 
-The functions here raise ``OSError``; :class:`~ckpt_core.storage.LocalStorage` makes it an error for the user.
+The functions here raise ``OSError``; :class:`~ckpt_core.storage.LocalStorage` turns it into an error for the user.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _undeleted: set[str] = set()
 
 
 def sync_directory(directory: str) -> None:
-    """Make the names in ``directory`` durable."""
+    """Sync ``directory``, so that the names in it are durable."""
     descriptor = os.open(directory or ".", os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,12 +54,12 @@ class StagingDirectories:
     """The hidden directories that this process is writing into."""
 
     def __init__(self) -> None:
-        # Its path and the descriptor with its lock. Changed in one step, without a lock of ours, which a signal
-        # handler that saves could wait for.
+        # The path of each, and the descriptor that holds its lock. The set is changed by atomic operations, without a
+        # lock of ours: a signal handler that saves could wait for that for ever.
         self._locks: set[tuple[str, int]] = set()
 
     def begin(self, path: str, token: str) -> str:
-        """Create the hidden directory of ``path``, or join those who have, and return its path."""
+        """Create the hidden directory for ``path``, or join the processes that have, and return its path."""
         staging = hidden_name(path, token)
         for left in [left for left in tuple(_undeleted) if os.path.dirname(left) == os.path.dirname(staging)]:
             with contextlib.suppress(OSError):
@@ -71,33 +71,33 @@ class StagingDirectories:
         return staging
 
     def publish(self, path: str, token: str, gone: Sequence[str]) -> None:
-        """Give the hidden directory, all of whose files are durable, its final name; keep what others put there."""
+        """Rename the hidden directory, whose files are all durable, to ``path``; keep other files that are there."""
         for attempt in range(_MOST_ATTEMPTS):
             try:
                 _publish(hidden_name(path, token), path, token, gone)
             except OSError as error:
-                # Another job has made a directory of that name in the very moment, or has removed it.
+                # Another job has created or removed a directory of that name at this moment.
                 if error.errno not in _CHANGED_MEANWHILE or attempt == _MOST_ATTEMPTS - 1:
                     raise
             else:
                 return
 
     def discard(self, path: str, token: str) -> None:
-        """Delete the hidden directory, whoever is still writing into it."""
+        """Delete the hidden directory, even if other processes are still writing into it."""
         _delete_tree(hidden_name(path, token))
 
     def leave(self, path: str, token: str) -> None:
-        """Stop writing into the hidden directory, and delete it if it is there still and nobody else writes into it."""
+        """Stop writing into the hidden directory; delete it if it still exists and no other process writes into it."""
         staging = hidden_name(path, token)
         descriptor = -1
         for held in [held for held in tuple(self._locks) if held[0] == staging]:
-            with contextlib.suppress(KeyError):  # another one, who leaves too, was faster
+            with contextlib.suppress(KeyError):  # another thread that leaves, too, was faster
                 self._locks.remove(held)
                 descriptor = held[1]
                 break
         with contextlib.suppress(OSError):
             if descriptor != -1:
-                # Closing alone would leave the lock to the forked workers of a data loader, who have the descriptor
+                # Closing alone would leave the lock with forked workers of a data loader, which have the descriptor,
                 # too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
@@ -121,16 +121,16 @@ def _publish(staging: str, path: str, token: str, gone: Sequence[str]) -> None:
         sync_directory(parent)
     else:
         replaced = _replace_by_two_renames(staging, path, token)
-    with contextlib.suppress(OSError):  # it is committed; what cannot be deleted is an orphan
+    with contextlib.suppress(OSError):  # the new one is committed; what cannot be deleted of the old is an orphan
         if os.path.isdir(replaced) and not os.path.islink(replaced):
-            os.chmod(replaced, 0o700)  # it may have been closed even to its owner
+            os.chmod(replaced, 0o700)  # its mode may have denied access even to its owner
         _delete_tree(replaced)
 
 
 def hidden_name(path: str, token: str) -> str:
-    """Return the name that work on ``path`` has until it is committed."""
+    """Return the hidden path at which a checkpoint is written until it is committed to ``path``."""
     directory, name = os.path.split(os.path.abspath(path))
-    if not token.endswith(_REPLACED):  # of those, :func:`restore` has to know the whole name
+    if not token.endswith(_REPLACED):  # for a replaced directory, :func:`restore` needs the whole name
         while len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
             name = name[:-1]
     return os.path.join(directory, f".{name}.{token}{SUFFIX}")
@@ -143,7 +143,7 @@ def _create_locked(staging: str, mode: int) -> int:
         try:
             descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # somebody took it for an orphan before it was locked
+            continue  # another process took it for an orphan, and deleted it before it was locked
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         except OSError as error:
@@ -162,7 +162,7 @@ def _sync_tree(directory: str) -> None:
 
 
 def _keep_others(path: str, staging: str, ours: set[str]) -> None:
-    """Link into ``staging`` the files of ``path`` that the checkpoint there does not consist of."""
+    """Hard-link into ``staging`` the files in ``path`` that do not belong to the checkpoint there."""
     for name in _files_in(path):
         target = os.path.join(staging, name)
         if name in ours or name.endswith(SUFFIX) or os.path.lexists(target):
@@ -187,7 +187,7 @@ def _files_in(directory: str) -> Iterator[str]:
 
 
 def sync_file(path: str) -> None:
-    """Make the bytes of a file durable."""
+    """Sync a file, so that its bytes are durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -196,7 +196,7 @@ def sync_file(path: str) -> None:
 
 
 def _exchange(one: str, other: str) -> bool:
-    """Let two paths change places in one step; False where the system or the filesystem cannot."""
+    """Exchange two paths in one step; return False if the system or the filesystem cannot."""
     rename: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -214,7 +214,7 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # so that nobody mends what is not broken
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # so that no other process restores it meanwhile
         os.rename(path, replaced)
         try:
             os.rename(staging, path)
@@ -222,7 +222,7 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
             try:
                 os.rename(replaced, path)
             except OSError:
-                if os.path.lexists(path):  # another job was faster: what we have moved away was replaced by that
+                if os.path.lexists(path):  # another job was faster: its checkpoint replaces the one moved away here
                     _delete_tree(_given_up(replaced, path))
             raise
         sync_directory(parent)
@@ -232,18 +232,18 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
 
 
 def _given_up(replaced: str, path: str) -> str:
-    """Give a replaced directory a name that :func:`restore` does not care about: it is about to lose its files."""
+    """Rename a replaced directory so that :func:`restore` ignores it, before its files are deleted; return the name."""
     name = hidden_name(path, uuid.uuid4().hex[:12])
     try:
         os.rename(replaced, name)
         sync_directory(os.path.dirname(name))
     except OSError:
-        return name if os.path.lexists(name) else replaced  # the new one is in its place, so it is not restored
+        return name if os.path.lexists(name) else replaced  # not restored either way: the new one is in its place
     return name
 
 
 def restore(directory: str) -> None:
-    """Give those their name back that a process was replacing, by two renames, when it died between the two."""
+    """Rename back the directories in ``directory`` whose replacement, by two renames, a crash interrupted."""
     ending = _REPLACED + SUFFIX
     with contextlib.suppress(OSError), os.scandir(directory or ".") as entries:
         for entry in entries:
@@ -252,7 +252,7 @@ def restore(directory: str) -> None:
 
 
 def _replaced_name(path: str) -> str:
-    """Return the name that a directory had before a process was replacing it."""
+    """Return the original path of a directory that a process was replacing."""
     directory, name = os.path.split(path)
     return os.path.join(directory, name[1 : -len(_REPLACED + SUFFIX)].rpartition(".")[0])
 
@@ -266,17 +266,17 @@ def _restore(replaced: str, path: str) -> None:
 
 @contextlib.contextmanager
 def _locked_alone(path: str) -> Iterator[bool]:
-    """Hold the only lock on ``path``; gives False if that is not to be had."""
+    """Hold an exclusive lock on ``path`` in the body, and yield True; yield False if the lock cannot be taken."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        yield False  # gone, or not ours to read: somebody else's business
+        yield False  # deleted, or another user's
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        yield False  # somebody writes into it, or nobody can lock here
+        yield False  # another process writes into it, or the filesystem has no locks
         return
     try:
         yield True
@@ -287,16 +287,16 @@ def _locked_alone(path: str) -> Iterator[bool]:
 def is_abandoned(path: str) -> bool:
     """Return whether :func:`remove_if_abandoned` would delete an unfinished file or directory."""
     if path.endswith(_REPLACED + SUFFIX) and not os.path.lexists(_replaced_name(path)):
-        return False  # gets its name back
+        return False  # it is restored instead
     with _locked_alone(path) as abandoned:
         return abandoned
 
 
 def remove_if_abandoned(path: str) -> bool:
-    """Delete an unfinished file or directory if nobody writes into it; return whether it is gone."""
+    """Delete an unfinished file or directory if no process writes into it; return whether it was deleted."""
     with _locked_alone(path) as abandoned, contextlib.suppress(OSError):
         if abandoned:
-            _delete_tree(path)  # while it is locked, so that nobody begins to write into it
+            _delete_tree(path)  # while it is locked, so that no process begins to write into it
             return True
     return False
 
@@ -304,36 +304,36 @@ def remove_if_abandoned(path: str) -> bool:
 def delete_directory(path: str) -> None:
     """Delete the directory ``path`` so that it disappears in one step, as far as the filesystem allows.
 
-    Where this user may not delete all of it, nothing is deleted.
+    If this user may not delete all of it, ``PermissionError`` is raised and nothing is deleted.
     """
     effective = os.access in os.supports_effective_ids
     inside = (os.path.join(folder, name) for folder, folders, _ in os.walk(path) for name in folders)
     for folder in [path, *inside]:
         if os.path.islink(folder) or os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=effective):
             continue
-        if os.path.lexists(folder):  # otherwise another process is deleting it
-            # What lies in it would be left, under the hidden name.
+        if os.path.lexists(folder):  # if not, another process is deleting it
+            # Its contents would be left over, under the hidden name.
             raise PermissionError(errno.EACCES, f"no permission to delete in {folder}", folder)
     hidden = hidden_name(path, uuid.uuid4().hex[:12])
-    _undeleted.add(hidden)  # before it is there, for Ctrl-C right after the rename
+    _undeleted.add(hidden)  # before it exists, because Ctrl-C may come right after the rename
     try:
         os.rename(path, hidden)
-        # Or the loss of power could leave the name, and not all of the files.
+        # Without the sync, a loss of power could leave the final name without all of the files.
         sync_directory(os.path.dirname(hidden))
     except FileNotFoundError:
         return
     except OSError as error:
-        if os.path.lexists(hidden):  # the disk fails
+        if os.path.lexists(hidden):  # renamed, but the sync has failed: the disk is faulty
             pass
         elif error.errno in _NOT_ALLOWED:
-            raise  # nor could the name be deleted, when its files are
+            raise  # the directory itself could not be deleted either, after its files
         else:
-            hidden = path  # a mount point
+            hidden = path  # a mount point cannot be renamed
     _delete_tree(hidden)
 
 
 def _delete_tree(path: str) -> None:
-    """Delete a file or a directory with all that is in it; others may be doing the same."""
+    """Delete a file or a directory tree; other processes may be deleting it, too."""
     if path.endswith(SUFFIX):
         _undeleted.add(path)
     _delete_all(path)

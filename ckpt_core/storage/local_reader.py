@@ -1,4 +1,4 @@
-"""Reading a local file: past the page cache where that is the faster way, and the memory allows it."""
+"""Reading of local files: by direct I/O, past the page cache, if that is faster and the target memory is aligned."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ckpt_core.process.threads import IO_THREADS
 from ckpt_core.storage.base import FileReader
 from ckpt_core.storage.failures import storage_error
 
-BLOCK = 4096  # bytes: what direct I/O is made of
-_SMALLEST_DIRECT = 256 * 2**10  # bytes: a direct read is not read ahead
-_SMALLEST_FILE = 8 * 2**20  # bytes: below, two opens cost more than the cache
-_SAMPLES = 8  # pages that are looked for in the page cache
-_DIRECT_THREADS = 4  # so that the disk is busy while others look at what they have read
+BLOCK = 4096  # bytes: alignment and unit of direct I/O
+_SMALLEST_DIRECT = 256 * 2**10  # bytes: smaller reads profit from the kernel's read-ahead, which direct I/O lacks
+_SMALLEST_FILE = 8 * 2**20  # bytes: for smaller files, the second open costs more than the page cache
+_SAMPLES = 8  # number of pages that are looked up in the page cache
+_DIRECT_THREADS = 4  # so that the disk is busy while other threads process what they have read
 
 
 @functools.cache
@@ -29,20 +29,20 @@ def _libc() -> ctypes.CDLL:
 
 
 def close(descriptor: int) -> None:
-    """Close a file."""
-    with contextlib.suppress(OSError):  # what counts is durable or read by now, and the descriptor is gone in any case
+    """Close a file descriptor, ignoring errors."""
+    with contextlib.suppress(OSError):  # the data is durable or read by now, and the descriptor is closed in any case
         os.close(descriptor)
 
 
 def address(data: memoryview) -> int:
-    """Return where memory begins; 1, which is never aligned, if it cannot be written to."""
+    """Return the address of a memoryview; 1, which is never aligned, if it is read-only."""
     if data.readonly:
         return 1
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def _may_be_cached(descriptor: int, offset: int) -> bool:
-    """Return whether the page at ``offset`` may be in the page cache; the kernel says so of each of another user's."""
+    """Return whether the page at ``offset`` may be in the page cache; always True for a file of another user."""
     found = ctypes.create_string_buffer(1)
     page = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
@@ -88,7 +88,7 @@ class LocalFileReader(FileReader):
 
     @property
     def passes_cache(self) -> bool:
-        """Whether large aligned reads go past the page cache: not if the filesystem cannot, or if the file is in it."""
+        """Whether large aligned reads use direct I/O: not if the filesystem cannot, or if the file is cached."""
         with self._lock:
             if self._direct is None:
                 self._direct = -1 if self.size < _SMALLEST_FILE or self._is_cached() else self._open_direct()
@@ -102,10 +102,10 @@ class LocalFileReader(FileReader):
         if not hasattr(os, "O_DIRECT"):
             return -1
         try:
-            # Not by its name: another file may have it by now.
+            # Not by its path: that may be another file by now.
             return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:
-            return -1  # the ordinary way will tell what is wrong, if anything is
+            return -1  # an ordinary read will raise the error, if there is one
 
     def _is_cached(self) -> bool:
         samples = [self.size * (2 * sample + 1) // (2 * _SAMPLES) for sample in range(_SAMPLES)]
@@ -114,10 +114,10 @@ class LocalFileReader(FileReader):
         page = bytearray(BLOCK)
         for at in samples:
             try:
-                # Asked second, as it has the kernel read ahead, and a fast disk may be done by then.
+                # Only after mincore: this read starts the kernel's read-ahead, which a fast disk may finish meanwhile.
                 os.preadv(self._descriptor, [page], at // BLOCK * BLOCK, os.RWF_NOWAIT)
             except (OSError, AttributeError):
-                return False  # not there, or nobody can say
+                return False  # not cached, or not known
         return True
 
     def read_into(self, offset: int, target: memoryview) -> None:
@@ -136,14 +136,14 @@ class LocalFileReader(FileReader):
             target, offset = target[count:], offset + count
 
     def _read_direct(self, offset: int, target: memoryview) -> int:
-        """Fill ``target`` as far as direct I/O comes, and return how many bytes that are."""
+        """Fill ``target`` by direct I/O as far as that works, and return the number of bytes read."""
         assert self._direct is not None
         done = 0
         while done < len(target) and done % BLOCK == 0:
             try:
                 count = os.preadv(self._direct, [target[done:]], offset + done)
             except OSError:
-                break  # the ordinary way will tell what is wrong, if anything is
+                break  # an ordinary read will raise the error, if there is one
             if count == 0:
                 break
             done += count

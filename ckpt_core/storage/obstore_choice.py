@@ -1,4 +1,4 @@
-"""Whether obstore moves the bytes of an object, or fsspec's client: what was asked for, what fits, and a probe."""
+"""The choice between obstore and fsspec's client for reads and uploads: by the user's options and by a probe."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ckpt_core.storage.obstore_client import NotSuitableError, ObstoreClient
 
 logger = logging.getLogger(__name__)
 
-# What is known of the buckets of one server, by bucket and options; None where obstore is not used. Without a lock,
-# which a signal handler that saves could wait for while credentials are looked for.
+# The clients of one server, by bucket and options; None if obstore is not used. Without a lock: a signal handler that
+# saves could wait for it for ever, if it interrupts the search for credentials.
 KnownClients: TypeAlias = dict[str, ObstoreClient | None]
 PROBE_PREFIX = ".ckpt-probe-"
-_TOLD: set[tuple[str, str]] = set()  # where obstore is not used, and why
+_TOLD: set[tuple[str, str]] = set()  # buckets for which obstore is not used, with the reason, as already logged
 
 
 class Requests(Protocol):
-    """What fsspec's client does with small objects."""
+    """The requests for small objects that fsspec's client makes."""
 
     def put(self, path: str, data: bytes) -> None: ...
 
@@ -32,10 +32,10 @@ class Requests(Protocol):
 
 
 class ObstoreChoice:
-    """Says which client moves the bytes of an object of one store; asks a server only once.
+    """Decides which client reads and writes the objects of one store; probes a server only once.
 
-    ``kind`` is obstore's own name of the store, None for one that it does not know. ``backend`` is what the user asks
-    for: ``"obstore"`` (what speaks against it is an error then), ``"fsspec"`` or None.
+    ``kind`` is obstore's own name for the kind of store, None if it does not support it. ``backend`` is the user's
+    option: ``"obstore"`` (an error if it cannot be used), ``"fsspec"`` or None.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ObstoreChoice:
         self._known, self._secrets = known, secrets
 
     def client_of(self, path: str) -> ObstoreClient | None:
-        """Return what moves the bytes of the object; None where the client of fsspec does it."""
+        """Return the obstore client for the object; None if the client of fsspec is to be used."""
         identity = self._identity_of(path)
         if self._kind is None or identity is None:
             return None
@@ -66,12 +66,12 @@ class ObstoreChoice:
         return found if found is not None and found.knows(path) else None
 
     def writing_client_of(self, path: str, by_fsspec: Requests) -> ObstoreClient | None:
-        """Return what writes the object, of a server that is known to take one from it."""
+        """Return the obstore client for writing the object, if the server is known to accept its objects; else None."""
         client = self.client_of(path)
         return client if client is not None and (client.has_written or self._probe(client, path, by_fsspec)) else None
 
     def read(self, path: str, begin: int, targets: Sequence[memoryview]) -> Exception | None:
-        """Fill several targets, one after the other, with the bytes from ``begin`` on; return why that was not done."""
+        """Fill several targets, one after the other, with the bytes from ``begin`` on; return the error, or None."""
         client = self.client_of(path)
         if client is None:
             return NotSuitableError()
@@ -82,7 +82,7 @@ class ObstoreChoice:
         return None
 
     def avoid(self, path: str, failure: Exception) -> None:
-        """Do without obstore from now on, if it has never read what the client of fsspec has read just now."""
+        """Stop using obstore if it has never read from this server; called when the client of fsspec has just read."""
         client, identity = self.client_of(path), self._identity_of(path)
         if client is not None and identity is not None and not client.has_read:
             self._give_up(identity, path, failure)
@@ -115,7 +115,7 @@ class ObstoreChoice:
             logger.info("fsspec's client moves the bytes of %s, and not obstore, which is faster: %s", shown, why)
 
     def _probe(self, client: ObstoreClient, path: str, by_fsspec: Requests) -> bool:
-        """Return whether the server takes an object from obstore and gives back a range of it; leave nothing behind."""
+        """Return whether the server accepts an object from obstore and returns a range of it; leave nothing behind."""
         probe = f"{path.rpartition('/')[0]}/{PROBE_PREFIX}{uuid.uuid4().hex}"
         data, found = os.urandom(64), bytearray(32)
         failure: Exception | None = None
@@ -132,7 +132,7 @@ class ObstoreChoice:
                 by_fsspec.fetch(probe, 16, 48)
             by_fsspec.delete(probe)
         except CheckpointError:
-            return False  # it is not obstore's fault: whoever writes gets the error
+            return False  # not obstore's fault: the write that follows, by fsspec's client, raises the error
         client.has_written = failure is None
         identity = self._identity_of(path)
         if failure is not None and identity is not None:

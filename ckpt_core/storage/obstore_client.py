@@ -1,8 +1,8 @@
-"""The bytes of objects on S3, Azure and GCS through ``obstore``: outside of Python and without the GIL.
+"""Reads and uploads of objects on S3, Azure and GCS through ``obstore``: outside of Python and without the GIL.
 
 The client of fsspec for the same store finds the credentials and the endpoint, and makes the small requests; obstore
-moves what is in the objects. Where it cannot, :class:`NotSuitableError` says why, and the client of fsspec does that
-too.
+moves the contents of objects. If obstore cannot be used, :class:`NotSuitableError` says why, and the client of fsspec
+does that, too.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ckpt_core.storage.retry import IncompleteAnswerError
 OBSTORE_OPTIONS = (
     "client_options",
     "retry_config",
-)  # in storage_options, by obstore's own names; fsspec's clients know neither
-_MARK = "ckptupload"  # metadata: tells whether an object is the one that an upload has made; Azure takes letters only
+)  # names in storage_options that are obstore's own; fsspec's clients know neither
+_MARK = "ckptupload"  # key of metadata that identifies the upload which has made an object; Azure allows letters only
 _PARTS_UNDER_WAY = 6
-_CREDENTIALS_LAST = datetime.timedelta(minutes=9)  # botocore replaces its own 10 minutes before they end
+_CREDENTIALS_LAST = datetime.timedelta(minutes=9)  # botocore replaces credentials 10 minutes before they expire
 _AZURE_SCOPE = "https://storage.azure.com/.default"
-# A read that fails is made again by fsspec's client; nobody can make a part of an upload again but obstore.
+# A failed read is repeated by fsspec's client; a failed part of an upload can be repeated by obstore only.
 _READING = {"max_retries": 1, "retry_timeout": datetime.timedelta(minutes=1)}
 _WRITING = {
     "max_retries": 9,
@@ -35,11 +35,11 @@ _WRITING = {
     "backoff": {
         "init_backoff": datetime.timedelta(seconds=0.2),
         "max_backoff": datetime.timedelta(seconds=30),
-        "base": 4,  # a pause is a random one up to so many times the last: below 2.8, they rather shrink
+        "base": 4,  # a pause is random, up to this many times the last one: below 2.8, pauses tend to shrink
     },
 }
 
-# The settings of s3fs that are followed here, or that say nothing about how objects are read and written.
+# The settings of s3fs that are taken over here, or that do not affect how objects are read and written.
 _S3_SETTINGS = {
     "config_kwargs": {
         "connect_timeout",
@@ -64,16 +64,16 @@ _S3_SETTINGS = {
     },
 }
 
-# The process whose threads obstore's are: they do not survive a fork, after which every request would hang.
+# ID of the process that has obstore's threads: they do not survive a fork, after which every request would hang.
 _process: int | None = None
 
 
 class NotSuitableError(Exception):
-    """Why obstore cannot be used for a bucket."""
+    """Obstore cannot be used for a bucket; the message says why."""
 
 
 class ObstoreClient:
-    """One bucket, with the user's settings that fsspec's client has; a :class:`NotSuitableError` says why not."""
+    """A client for one bucket, with the settings of fsspec's client; raises :class:`NotSuitableError` if unsuitable."""
 
     def __init__(self, protocol: str, filesystem: Any, path: str, options: Mapping[str, Any]) -> None:
         refuse_fork()
@@ -98,11 +98,11 @@ class ObstoreClient:
             return store(bucket, client_options=client, retry_config=retries, **arguments)
 
         self._reading, self._writing = connect(_READING), connect(_WRITING)
-        self.has_read = False  # whether the server has ever answered a ranged read as obstore demands
-        self.has_written = False  # whether it has taken an object from obstore
+        self.has_read = False  # whether the server has ever answered a ranged read correctly
+        self.has_written = False  # whether the server has accepted an object from obstore
 
     def knows(self, path: str) -> bool:
-        """Return whether obstore calls the object by this name; it takes out empty parts and dots."""
+        """Return whether obstore can address this object: it normalizes keys with empty parts and dots."""
         key, version = self._filesystem.split_path(path)[1:]
         return bool(key) and not version and not {"", ".", ".."}.intersection(key.split("/"))
 
@@ -120,10 +120,10 @@ class ObstoreClient:
         self.has_read = True
 
     def put(self, path: str, data: memoryview | bytes, *, mark: str = "", once: bool = False) -> None:
-        """Make an object by one request; with ``once``, give up soon.
+        """Write an object by one request; with ``once``, give up soon.
 
-        ``mark`` is kept with the object, for :meth:`size_made_by`. An :class:`IncompleteAnswerError` is worth another
-        attempt; obstore repeats by itself what the store refuses for the moment.
+        ``mark`` is stored with the object, for :meth:`size_made_by`. The caller should retry after an
+        :class:`IncompleteAnswerError`; obstore itself retries what the store refuses transiently.
         """
         refuse_fork()
         store = self._reading if once else self._writing
@@ -134,7 +134,7 @@ class ObstoreClient:
     def begin(self, path: str, first: memoryview, mark: str, *, once: bool = False) -> Any:
         """Begin an object of several parts; return obstore's writer, which reads from ``first`` until it releases it.
 
-        With ``once``, give up soon. ``mark`` is kept with the object, for :meth:`size_made_by`. Errors as for
+        With ``once``, give up soon. ``mark`` is stored with the object, for :meth:`size_made_by`. Errors as for
         :meth:`put`.
         """
         refuse_fork()
@@ -150,9 +150,9 @@ class ObstoreClient:
         return file
 
     def size_made_by(self, mark: str, path: str) -> int | None:
-        """Return the size in bytes of an object; None if it is not the one that was begun with ``mark``.
+        """Return the size in bytes of an object; None if it does not exist or was not written with ``mark``.
 
-        Errors are obstore's own: nothing is known then.
+        Raises obstore's own errors if the store does not answer.
         """
         try:
             found = self._obstore.get(self._reading, self._key(path), options={"head": True})
@@ -163,7 +163,7 @@ class ObstoreClient:
 
 @contextlib.contextmanager
 def _incomplete_answers() -> Iterator[None]:
-    """Tell answers that are broken off, or not the store's, from those that obstore has asked for again and again."""
+    """Raise :class:`IncompleteAnswerError` for truncated or foreign answers, after which obstore does not retry."""
     try:
         yield
     except Exception as error:
@@ -183,7 +183,7 @@ def refuse_fork() -> None:
         raise NotSuitableError("this is a forked process: the threads of obstore stayed behind")
 
 
-# ---- what fsspec's clients have found out, in the words of obstore ---------------------------------------------------
+# ---- the settings of fsspec's clients, as obstore's ------------------------------------------------------------------
 
 
 def _s3_settings(filesystem: Any, bucket: str) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def _s3_settings(filesystem: Any, bucket: str) -> dict[str, Any]:
     config: dict[str, Any] = {"region": meta.region_name or "us-east-1"}
     client: dict[str, Any] = {"connect_timeout": f"{filesystem.config_kwargs.get('connect_timeout', 10)}s"}
     if str(endpoint.hostname).endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        # s3fs follows the server to the region of a bucket, obstore does not.
-        with contextlib.suppress(OSError):  # which is not for everybody
+        # s3fs is redirected by the server to the region of a bucket; obstore does not follow.
+        with contextlib.suppress(OSError):  # not every user has the permission for head_bucket
             answer = filesystem.call_s3("head_bucket", Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
             config["region"] = answer.get("x-amz-bucket-region", config["region"])
     else:
@@ -223,7 +223,7 @@ def _s3_settings(filesystem: Any, bucket: str) -> dict[str, Any]:
             client["allow_invalid_certificates"] = True
         elif verify not in (None, True):
             raise NotSuitableError("it does not know the certificates that are trusted")
-        # TLS guards the bytes already: their SHA-256 takes most of the client's processor time.
+        # TLS protects the bytes already, and their SHA-256 would take most of the client's processor time.
         is_signed = bool(is_signed)
     config["unsigned_payload"] = is_signed is False
     _refuse_proxy(meta.endpoint_url)

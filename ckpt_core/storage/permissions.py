@@ -1,4 +1,4 @@
-"""Whoever restricted a checkpoint finds it restricted after its next save: mode, and owner where that may be set."""
+"""File permissions: a checkpoint that replaces another one keeps its mode, and its owner where we may set that."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import uuid
 
 from ckpt_core.storage.base import MANIFEST_NAME
 
-_MODE = 0o777  # never set-user-id and the like
-_OURS = 0o600  # while it is being written
+_MODE = 0o777  # bits that are taken over: not set-user-ID and the like
+_OURS = 0o600  # bits that a file has while it is being written
 
 
 def replaced_by(path: str) -> os.stat_result | None:
-    """Return the status of what a save at ``path`` replaces; of what a link there leads to; None if that is nothing."""
+    """Return the status of what a save at ``path`` replaces, following a link; None if there is nothing."""
     with contextlib.suppress(OSError):
         return os.stat(path)
     return None
 
 
 def first_mode(replaced: os.stat_result | None, mode: int) -> int:
-    """Return the mode in which to create a replacement: no more than ``replaced`` allows, but ours to write."""
+    """Return the mode with which to create a replacement: no more than ``replaced`` allows, but writable for us."""
     return mode if replaced is None else mode & (replaced.st_mode | _OURS | mode & 0o100)
 
 
 def differ(one: os.stat_result, other: os.stat_result) -> bool:
-    """Return whether two files have other modes or owners."""
+    """Return whether two files differ in mode, owner or group."""
     return _identity(one) != _identity(other)
 
 
@@ -38,7 +38,7 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 def adopt(target: int | str, replaced: os.stat_result | None, *, most: int = _MODE) -> None:
     """Give a file or directory of ours the mode of what it replaces, and its owner and group if we may.
 
-    The mode allows ``most`` at most; where nothing is replaced, nothing is changed.
+    The mode is limited to the bits of ``most``. If nothing is replaced, nothing is changed.
     """
     if replaced is None or not differ(os.stat(target), replaced):
         return
@@ -47,12 +47,12 @@ def adopt(target: int | str, replaced: os.stat_result | None, *, most: int = _MO
             os.chown(target, owner, group)
     mode = replaced.st_mode & most & _MODE
     if os.stat(target).st_gid != replaced.st_gid:
-        mode &= ~0o070 | mode << 3  # another group gets no more than everybody
+        mode &= ~0o070 | mode << 3  # a group other than the original one gets no more than all users
     os.chmod(target, mode)
 
 
 def copy_file(source: str, target: str, replaced: os.stat_result, *, most: int = _MODE) -> None:
-    """Make ``target``, which is not there, a durable copy of a file, with the permissions of ``replaced``."""
+    """Copy a file durably to ``target``, which must not exist, with the permissions of ``replaced``."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first_mode(replaced, 0o666))
     try:
         shutil.copyfile(source, target)
@@ -63,10 +63,10 @@ def copy_file(source: str, target: str, replaced: os.stat_result, *, most: int =
 
 
 def adopt_tree(directory: str, replaced: str) -> None:
-    """Give a directory of ours, and all that is in it, the permissions of the one that it replaces.
+    """Give a directory of ours, and all that is in it, the permissions of the directory that it replaces.
 
-    A file that was not there gets no more than the manifest of the old one had. One that other checkpoints share (a
-    hard link) is copied where it needs permissions of its own.
+    A file that the old directory did not have gets no more than the manifest had there. A file that other checkpoints
+    share (a hard link) is copied if it needs permissions of its own.
     """
     manifest = _file(os.path.join(replaced, MANIFEST_NAME))
     for folder, _, files in os.walk(directory):
@@ -78,7 +78,7 @@ def adopt_tree(directory: str, replaced: str) -> None:
                 _adopt_file(path, status, old, _MODE)
             elif status is not None and manifest is not None and status.st_mode & ~manifest.st_mode & _MODE:
                 _adopt_file(path, status, manifest, status.st_mode)
-    for folder, _, _ in os.walk(directory, topdown=False):  # last: it may forbid us to write there
+    for folder, _, _ in os.walk(directory, topdown=False):  # folders last: their new mode may forbid us to write there
         before = os.path.join(replaced, os.path.relpath(folder, directory))
         if os.path.isdir(before):
             adopt(folder, os.stat(before))

@@ -1,4 +1,4 @@
-"""Ask a store again when it refused for the moment, and only then."""
+"""Retry requests to an object store after transient failures, and only after those."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 _ATTEMPTS = 10
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
-# Refused with another status, but only because of the moment or of bytes lost on the way.
+# Error codes that are transient although their HTTP status is not: a conflict of the moment, or bytes lost on the way.
 _TRANSIENT_CODES = frozenset(
     {
         "BadDigest",
@@ -33,7 +33,7 @@ _TRANSIENT_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
-# Broken and silent connections, as the clients behind fsspec name them; by name, so that none of them is imported.
+# Exception classes of fsspec's clients for broken and silent connections; by name, so that no client is imported.
 _TRANSIENT_CLASSES = frozenset(
     {
         "ChunkedEncodingError",
@@ -56,13 +56,13 @@ _TRANSIENT_CLASSES = frozenset(
 
 
 class IncompleteAnswerError(Exception):
-    """The request is said to have succeeded, but the answer is not the store's: empty, or of something in between."""
+    """A response reports success but is not the store's own: it is empty, or comes from a proxy in between."""
 
 
 _SILENCE = 2.0  # seconds
-_REPEATED = " retries, max_retries"  # in the errors of obstore, which has repeated the request by itself
+_REPEATED = " retries, max_retries"  # in errors of obstore that has already retried the request itself
 _PATIENCE = 300.0  # seconds since the first failure
-_CALM = 60.0  # seconds without a request that fails, after which a failure is the first one again
+_CALM = 60.0  # after so many seconds without a failed request, a failure counts as the first one again
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -71,7 +71,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        # An error of ours that was raised while another was handled is about something else.
+        # Do not follow the context of our own errors: it is another error, which was being handled at the time.
         link = link.__cause__ or (None if isinstance(link, CheckpointError) else link.__context__)
 
 
@@ -80,7 +80,7 @@ def _status_and_code(error: BaseException) -> tuple[int | None, str]:
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return (int(status) if status else None), str(response.get("Error", {}).get("Code", ""))
-    # azure, aiohttp, gcsfs; aiohttp's parser gives its complaints about broken replies a code of their own
+    # azure, aiohttp, gcsfs. Only gcsfs's HttpError has the status in "code": aiohttp's parser errors have other codes.
     names = ("status_code", "status", "code") if type(error).__name__ == "HttpError" else ("status_code", "status")
     for name in names:
         value = getattr(error, name, None)
@@ -90,12 +90,12 @@ def _status_and_code(error: BaseException) -> tuple[int | None, str]:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status that is behind ``error``; None if no server has answered."""
+    """Return the HTTP status that led to ``error``; None if no server has answered."""
     return next((status for link in _chain(error) if (status := _status_and_code(link)[0]) is not None), None)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may succeed a moment later: overload, internal errors, broken connections."""
+    """Return whether a retry may succeed a moment later: overload, internal errors, broken connections."""
     for link in _chain(error):
         if any(cls.__name__ in _TRANSIENT_CLASSES for cls in type(link).__mro__):
             return True
@@ -106,7 +106,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 class _TransientError(Exception):
-    """Carries the described failure through stamina, which logs what it retries: no word of the original gets there."""
+    """Wraps a failure for stamina, which logs what it retries: the original, maybe with credentials, stays out."""
 
     def __init__(self, failure: CheckpointError, *, is_first: bool) -> None:
         super().__init__(failure.message)
@@ -114,7 +114,7 @@ class _TransientError(Exception):
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Let pass what stamina logs, but for our own retries, of which it says nothing but its own event's name."""
+    """Return False for what stamina logs about our retries: only its event's name, which says nothing to the user."""
     return not str(record.__dict__.get("stamina.caused_by", "")).startswith(_TransientError.__name__)
 
 
@@ -123,7 +123,7 @@ logging.getLogger("stamina").addFilter(_is_not_ours)
 
 @contextlib.contextmanager
 def silence_told(describe: Describe) -> Iterator[None]:
-    """Have :attr:`Retries.on_silence` called if the body takes longer than two seconds."""
+    """Call :attr:`Retries.on_silence`, on a timer thread, if the body takes longer than two seconds."""
     tell = Retries.on_silence
     if tell is None:
         yield
@@ -140,15 +140,15 @@ def silence_told(describe: Describe) -> Iterator[None]:
 class Retries:
     """Carries out requests to one store; transient failures are retried with growing, random pauses.
 
-    Up to 10 attempts, ``first_attempts`` while the store has never answered. ``patience`` seconds after the first
-    failure, any request has one attempt until the store answers one: what is left at the end of a run waits once.
+    A request has up to 10 attempts, ``first_attempts`` while the store has never answered. ``patience`` seconds after
+    the first failure, each further request has one attempt until the store answers: the end of a run waits only once.
     """
 
-    #: Called, in another thread, with the URL of a store that has never answered and keeps somebody waiting.
+    #: Called, on another thread, with the URL of a store that has never answered while the caller waits for it.
     on_silence: ClassVar[Callable[[str], None] | None] = None
 
     def __init__(self, first_attempts: int = 3, patience: float = _PATIENCE) -> None:
-        # A store that never answered is more likely a wrong address than an outage.
+        # If a store has never answered, a wrong address is more likely than an outage.
         self._first_attempts = first_attempts
         self._patience = patience
         self._has_answered = False
@@ -156,12 +156,12 @@ class Retries:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the store has failed for so long that no request is repeated."""
+        """Whether the store has failed for so long that no request is retried."""
         now = time.monotonic()
         return now - self._failed_at < _CALM and now - self._failing_since >= self._patience
 
     def call(self, request: Callable[[], Result], describe: Describe) -> Result:
-        """Return what ``request`` returns, maybe after several calls; ``describe`` makes the error for the user."""
+        """Call ``request``, with retries, and return its result; ``describe`` turns its error into one for the user."""
         try:
             with contextlib.nullcontext() if self._has_answered else silence_told(describe):
                 for attempt in self._attempts():
@@ -191,7 +191,7 @@ class Retries:
                 return False
             told = error.failure.message, error.failure.path
             now = time.monotonic()
-            if error.is_first and now - self._told_at > _CALM:  # the log needs it once, whatever is asked meanwhile
+            if error.is_first and now - self._told_at > _CALM:  # warn once, however many requests fail meanwhile
                 self._told_at = now
                 logger.warning("%s (%s); trying again for at most %g s", *told, self._patience)
             else:

@@ -1,6 +1,6 @@
-"""Uploads of objects, in parts where they are large: through obstore, and through fsspec's own clients.
+"""Uploads to object stores, in parts if they are large: through obstore, and through fsspec's own clients.
 
-fsspec publishes a file that is closed or garbage-collected, even if it is incomplete. Nothing here does.
+fsspec publishes a file that is closed or garbage-collected, even if it is incomplete. The writers here never do.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ckpt_core.storage.retry import IncompleteAnswerError, Retries, is_transient
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 * 2**20
-_MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
-_MOST_PARTS = 10_000  # that S3 takes
-_CLOCK_SECONDS = 2.0  # stores tell whole seconds
+_MARK = "ckpt-upload"  # key of user metadata that identifies the upload which has made an object
+_MOST_PARTS = 10_000  # the limit of S3
+_CLOCK_SECONDS = 2.0  # tolerance: stores report whole seconds
 IN_DOUBT = (
     "The store may have committed the checkpoint before it fell silent: when it answers again, `ckpt verify` tells "
     "what is there"
@@ -36,18 +36,18 @@ IN_DOUBT = (
 
 
 def _part_bytes(expected_size: int) -> int:
-    """Return how large parts must be for as many as S3 takes; a tenth more than expected are allowed for."""
+    """Return the size of parts with which an upload stays within S3's limit, even if it grows by a tenth."""
     return PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
 
 
 def _in_doubt(failure: CheckpointError) -> CheckpointError:
-    """Let the error of a commit say that nobody knows whether the store has carried it out."""
+    """Add to the error of a commit that it is unknown whether the store has carried it out; return the error."""
     failure.remedy = f"{failure.remedy}. {IN_DOUBT}"
     return failure
 
 
 def _of_commit(describe: Describe) -> Describe:
-    """Return ``describe`` for a commit whose answer may be all that is missing, and that cannot be looked for."""
+    """Wrap ``describe`` for a commit that may have succeeded although its answer was lost, which cannot be checked."""
 
     def described(error: Exception) -> CheckpointError:
         failure = describe(error)
@@ -59,8 +59,8 @@ def _of_commit(describe: Describe) -> Describe:
 class _PartWriter(FileWriter):
     """Takes bytes in order, and sends a part when the first byte of the next one comes; ``commit`` sends the last.
 
-    ``expected_size`` decides how large parts must be: how many bytes will be written, or a few less. ``retries``
-    carries out the requests that the client does not repeat.
+    ``expected_size``, the number of bytes that will be written or a little less, determines the size of parts.
+    ``retries`` carries out the requests that the client does not retry itself.
     """
 
     def __init__(self, path: str, expected_size: int, retries: Retries) -> None:
@@ -89,11 +89,11 @@ class _PartWriter(FileWriter):
 
     @abc.abstractmethod
     def _send(self) -> None:
-        """Send what is filled of the part, and let the next one begin."""
+        """Send the filled bytes of the current part, and begin the next one."""
 
 
 class ObstoreWriter(_PartWriter):
-    """Uploads parts from a few buffers of its own."""
+    """Uploads one object through obstore, in parts, from a few buffers of its own."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ObstoreWriter(_PartWriter):
         self._describe = describe
         self._abort_begun = abort_begun
         self._file: Any = None
-        self._is_closed = False  # obstore's writer, which cannot abort any more, even if closing it has failed
+        self._is_closed = False  # whether closing obstore's writer was tried; it cannot abort from then on
         self._began_at = 0.0
         self._sent: list[tuple[bytearray, memoryview]] = []
 
@@ -124,7 +124,7 @@ class ObstoreWriter(_PartWriter):
         return super()._new_part()
 
     def _send(self) -> None:
-        # obstore continues to read from what it was given after write() has returned: until it has released the view.
+        # obstore reads from the view even after write() has returned, until it has released the view.
         view = memoryview(self._part)[: self._filled]
         self._sent.append((self._part, view))
         self._part, self._filled = bytearray(), 0
@@ -154,11 +154,11 @@ class ObstoreWriter(_PartWriter):
             with translated(self._describe):
                 self._file.close()
         except CheckpointError as error:
-            failure = error  # unless only the answer was lost
+            failure = error  # dropped below if only the answer was lost
         found: int | None = None
         try:
             if failure is not None and self._retries.has_given_up:
-                raise failure  # the store does not say that either
+                raise failure  # do not ask the store, which would not answer this either
             found = self._client.size_made_by(self._mark, self._path)
         except Exception as error:  # noqa: BLE001 - of any type that a client raises: nothing is known
             logger.debug("could not look at %s: %s", self._path, type(error).__name__)
@@ -198,7 +198,7 @@ def _tell_of_orphan(path: str, failure: CheckpointError) -> None:
 
 
 class S3Writer(_PartWriter):
-    """Uploads parts, one after the other, by the requests of s3fs; each is repeated alone and its answer looked at."""
+    """Uploads parts, one after the other, by requests of s3fs; retries each alone and checks its answer."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class S3Writer(_PartWriter):
         self._parts: list[dict[str, Any]] = []
 
     def _call(self, action: str, method: str, *, needs: str = "", **arguments: Any) -> dict[str, Any]:
-        """Return the store's answer, which must have the field ``needs``."""
+        """Make a request with retries; return the store's answer, which must have the field ``needs``, if given."""
 
         def request() -> dict[str, Any]:
             answer: dict[str, Any] = self._filesystem.call_s3(method, **self._object, **arguments)
@@ -241,7 +241,7 @@ class S3Writer(_PartWriter):
         assert size == self._position
         if self._upload:
             self._send()
-            # Not its ETag, which Ceph leaves empty where the object was there before.
+            # Do not check the answer's ETag, which Ceph leaves empty if the object existed before.
             parts = {"MultipartUpload": {"Parts": self._parts}}
             self._finish("complete_multipart_upload", needs="Key", **self._upload, **parts)
             self._upload = {}
@@ -253,7 +253,7 @@ class S3Writer(_PartWriter):
         try:
             self._call("commit", method, needs=needs, **arguments)
         except CheckpointError as error:
-            # An attempt may have done it, and its answer was lost.
+            # An attempt may have succeeded although its answer was lost.
             is_there = self._is_there(patiently=not is_transient(error))
             if is_there is None:
                 _in_doubt(error)
@@ -261,7 +261,7 @@ class S3Writer(_PartWriter):
                 raise
 
     def _is_there(self, *, patiently: bool) -> bool | None:
-        """Return whether the object is the one that this upload makes; None if the store does not say."""
+        """Return whether the object is the one that this upload made; None if the store does not answer."""
         try:
             if patiently:
                 answer = self._call("read", "head_object")
@@ -281,15 +281,15 @@ class S3Writer(_PartWriter):
         try:
             self._call("abort", "abort_multipart_upload", **upload)
         except CheckpointNotFoundError:
-            return  # gone already
+            return  # the upload is gone already
         except CheckpointError as error:
             _tell_of_orphan(self._path, error)  # the failure that led here is the one to raise
 
 
 class StreamWriter(FileWriter):
-    """One file of fsspec's that bytes are added to in order (GCS, Azure); the object exists when ``commit`` closes it.
+    """Writes an object in order through a file of fsspec (GCS, Azure); the object exists once ``commit`` closes it.
 
-    The clients repeat failed requests by themselves.
+    The clients retry failed requests themselves.
     """
 
     def __init__(self, filesystem: Any, path: str, describe: Describe) -> None:
@@ -310,23 +310,23 @@ class StreamWriter(FileWriter):
 
     def abort(self) -> None:
         if not self._file.closed:
-            # Closing would publish what has been written so far: mark it closed before anything can.
+            # Closing would publish what has been written so far: mark it closed before anything can close it.
             self._file.closed = True
             try:
                 with translated(self._describe):
                     self._file.discard()
             except CheckpointError as error:
-                # The failure that led here is the one to tell; the service forgets the upload after a week.
+                # The error to raise is the one that led here; the service deletes the upload after a week.
                 logger.warning("an abandoned upload could not be aborted: %s", error.message)
 
     def __del__(self) -> None:
-        # fsspec publishes a file that is merely garbage-collected, even if it is incomplete.
+        # fsspec publishes a file when it is garbage-collected, even if it is incomplete.
         if hasattr(self, "_file"):
             self._file.closed = True
 
 
 class WholeObjectWriter(FileWriter):
-    """Collects the object in memory and stores it by one call, for stores that would show an unfinished file."""
+    """Collects an object in memory and stores it by one call, for stores in which unfinished files would be visible."""
 
     def __init__(self, filesystem: Any, path: str, retries: Retries, describe: Describe) -> None:
         self._filesystem = filesystem
@@ -356,10 +356,10 @@ class WholeObjectWriter(FileWriter):
 def abandoned_uploads(
     filesystem: Any, directory: str, silent_seconds: float, *, empty: bool
 ) -> Iterator[dict[str, str]]:
-    """Yield the uploads into ``directory``, or a directory directly in it, to which nobody has added for so long.
+    """Yield uploads into ``directory``, or a directory directly in it, that got no part for ``silent_seconds``.
 
-    Time is that of the store's clock. With ``empty``, those count of which no part has arrived: they cost nothing, and
-    some servers do not tell when they began. Each is given as arguments of ``abort_multipart_upload``.
+    Time is by the store's clock. Uploads of which no part has arrived are included only with ``empty``: they cost
+    nothing, and some servers do not report when they began. Each is yielded as arguments of ``abort_multipart_upload``.
     """
     bucket, key, _ = filesystem.split_path(directory)
     prefix = f"{key.rstrip('/')}/" if key else ""
@@ -371,7 +371,7 @@ def abandoned_uploads(
 
 
 def uploads_begun(filesystem: Any, path: str, seconds: float) -> Iterator[dict[str, str]]:
-    """Yield the uploads of one object that have begun in the last ``seconds``, by the store's clock, as above."""
+    """Yield the uploads of one object that began in the last ``seconds``; clock and form as in abandoned_uploads."""
     bucket, key, _ = filesystem.split_path(path)
     for upload, begun, now in _uploads(filesystem, bucket, key):
         if upload["Key"] == key and (now - begun).total_seconds() <= seconds + _CLOCK_SECONDS:
@@ -381,7 +381,7 @@ def uploads_begun(filesystem: Any, path: str, seconds: float) -> Iterator[dict[s
 def _uploads(
     filesystem: Any, bucket: str, prefix: str
 ) -> Iterator[tuple[dict[str, str], datetime.datetime, datetime.datetime]]:
-    """Yield the uploads of objects whose names begin with ``prefix``: what names one, when it began, and the time."""
+    """Yield uploads of objects whose keys begin with ``prefix``: identifying arguments, begin, and the store's time."""
     more: dict[str, str] = {}
     while True:
         page = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
@@ -396,7 +396,7 @@ def _uploads(
 
 
 def _times_of_parts(filesystem: Any, upload: dict[str, str], now: datetime.datetime) -> list[datetime.datetime]:
-    """Return when the parts of an upload have arrived; ``now`` if it has ended meanwhile."""
+    """Return the times at which the parts of an upload have arrived; ``now`` if the upload has ended meanwhile."""
     times: list[datetime.datetime] = []
     more: dict[str, int] = {}
     try:
