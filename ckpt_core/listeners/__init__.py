@@ -1,1 +1,1 @@
-"""Listeners that pass events on to monitoring systems, each with one dependency of its own."""
+"""Listeners that export checkpoint events to monitoring systems; each needs one optional dependency."""

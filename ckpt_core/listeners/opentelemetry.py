@@ -1,10 +1,10 @@
-"""Metrics and traces for OpenTelemetry: the extra ``[otel]``, which is its API; the SDK and the exporter are yours.
+"""Metrics and traces for OpenTelemetry. The extra ``[otel]`` installs its API; the program adds SDK and exporter.
 
 Metrics: ``checkpoint.saves`` and ``checkpoint.uploads`` (by ``outcome``: ``durable`` or ``failed``),
 ``checkpoint.pending``, ``checkpoint.size`` (By), ``checkpoint.stall``, ``checkpoint.commit``, ``checkpoint.upload`` and
-``checkpoint.load`` (s), ``checkpoint.passed_over``. Traces: a span ``checkpoint.save`` for each save, from the moment
-in which training stops until the checkpoint is durable, with the event ``training continues``; and spans
-``checkpoint.upload`` and ``checkpoint.load``.
+``checkpoint.load`` (s), ``checkpoint.passed_over``. Traces: a span ``checkpoint.save`` for each save, from when
+training stops until the checkpoint is durable, with the event ``training continues``; and spans ``checkpoint.upload``
+and ``checkpoint.load``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NAME = "ckpt_core"
 
 
 class OpenTelemetryListener:
-    """Passes what happens to checkpoints on to OpenTelemetry.
+    """Exports checkpoint events (saves, uploads, loads) to OpenTelemetry.
 
     Args:
-        meter_provider: Takes the metrics; by default the global one.
-        tracer_provider: Takes the spans; by default the global one.
+        meter_provider: Receives the metrics; by default the global provider.
+        tracer_provider: Receives the spans; by default the global provider.
 
     Examples:
         >>> from ckpt_core import Checkpointer
@@ -57,10 +57,10 @@ class OpenTelemetryListener:
         self._commit = meter.create_histogram("checkpoint.commit", "s")
         self._upload = meter.create_histogram("checkpoint.upload", "s")
         self._load = meter.create_histogram("checkpoint.load", "s")
-        self._spans: list[tuple[str, Span]] = []  # of the saves under way, in their order; several may have one path
+        self._spans: list[tuple[str, Span]] = []  # of the saves under way, in order; several may have the same path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has the same providers, in another process its own global ones."""
+        """Make a copy use the same providers, and a copy in another process that process's global ones."""
         return OpenTelemetryListener, self._providers if any(self._providers) else ()
 
     def __call__(self, event: Event) -> None:

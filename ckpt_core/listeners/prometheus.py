@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the extra ``[prometheus]``.
+"""Metrics for Prometheus. Needs the extra ``[prometheus]``.
 
 ==================================  =========  ===============================================================
 ``ckpt_saves_total{outcome}``       counter    saves that are ``durable``, or have ``failed``
@@ -44,7 +44,7 @@ _made: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyD
 
 
 class _Metrics:
-    """What one registry has of ours: it takes each name once."""
+    """Our metrics in one registry; shared by its listeners, because a registry accepts each name only once."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def make(kind: Callable[..., Any], name: str, help_text: str, **settings: Any) -> Any:
@@ -67,12 +67,12 @@ class _Metrics:
 
 
 class PrometheusListener:
-    """Counts what happens to checkpoints, in a registry of ``prometheus_client``, whose server or gateway is yours.
+    """Exports checkpoint events as metrics in a ``prometheus_client`` registry; the program serves or pushes them.
 
-    Several listeners of one registry count together.
+    Several listeners of one registry share its metrics.
 
     Args:
-        registry: Where the metrics are; by default the one that ``start_http_server`` shows.
+        registry: Registry of the metrics; by default the one that ``start_http_server`` serves.
 
     Examples:
         >>> from ckpt_core import Checkpointer
@@ -82,12 +82,12 @@ class PrometheusListener:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
-        self._pending: list[str] = []  # a path is in it once for each of its saves under way
+        self._pending: list[str] = []  # paths of the saves under way, one entry per save
         with _lock:
             self._metrics = _made.get(registry) or _made.setdefault(registry, _Metrics(registry))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy counts in the same registry, in another process in its own default one."""
+        """Make a copy use the same registry, and a copy in another process that process's default one."""
         return PrometheusListener, () if self._registry is REGISTRY else (self._registry,)
 
     def __call__(self, event: Event) -> None:

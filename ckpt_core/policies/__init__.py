@@ -1,6 +1,6 @@
 """Pure decisions about checkpoints: which ones to keep, and when to save.
 
-A retention policy gets what a history knows about each committed checkpoint, and says which ones to keep. It reads and
+A retention policy gets the history's record of each committed checkpoint, and returns the ones to keep. It reads and
 deletes no files. Its caller deletes the others, and only after their successor is durable.
 """
 

@@ -1,4 +1,4 @@
-"""What a run knows about its checkpoints, including those of earlier runs, for a policy to choose from."""
+"""The history of a run's checkpoints, including those of earlier runs, from which a retention policy chooses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_core.policies.retention import RetentionPolicy, SavedCheckpoint, to_de
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers, as floats. Policies may choose by these; others are left out."""
+    """Return the values that are numbers, as floats, for policies that choose by a metric; others are left out."""
     found = {}
     for name, value in values.items():
         try:
@@ -42,10 +42,10 @@ class RetentionHistory:
 
     def __init__(self, policy: RetentionPolicy) -> None:
         self.policy = policy
-        self._saved: dict[str, SavedCheckpoint | None] = {}  # None: stays, whatever the policy says
+        self._saved: dict[str, SavedCheckpoint | None] = {}  # None: kept regardless of the policy
 
     def record(self, path: str, step: int, metrics: Mapping[str, Any], time: float | None = None) -> None:
-        """Note a checkpoint.
+        """Add a checkpoint.
 
         Args:
             path: Its path or URL.
@@ -56,7 +56,7 @@ class RetentionHistory:
         self._saved[path] = SavedCheckpoint(path, step, commit_time() if time is None else time, numbers_in(metrics))
 
     def forget(self, path: str) -> None:
-        """Note that a checkpoint is gone, or was never saved."""
+        """Remove a checkpoint that was deleted, or was never saved."""
         self._saved.pop(path, None)
 
     def read_back(self, paths: Iterable[str], read: Callable[[str], SavedCheckpoint | None]) -> None:
@@ -64,7 +64,7 @@ class RetentionHistory:
 
         Args:
             paths: All existing checkpoints.
-            read: Returns what the checkpoint at a path records; None keeps it, whatever the policy says.
+            read: Returns the record of the checkpoint at a path; None keeps it, regardless of the policy.
         """
         for path in sorted(set(paths) - set(self._saved)):
             self._saved[path] = read(path)
@@ -77,27 +77,27 @@ class RetentionHistory:
         """Return the paths of the checkpoints to delete, oldest first.
 
         Args:
-            protected: Paths to keep whatever the policy says.
-            among: Paths that count; by default, all known ones.
+            protected: Paths to keep regardless of the policy.
+            among: Paths that the policy considers; by default, all known ones.
         """
         known = [saved for path, saved in self._saved.items() if saved is not None and (among is None or path in among)]
         return [saved.path for saved in to_delete(self.policy, known, protected=protected)]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return what is known about the checkpoints, as plain data."""
+        """Return the records of the checkpoints, as plain data."""
         known = (saved for saved in self._saved.values() if saved is not None)
         return [{**dataclasses.asdict(saved), "metrics": dict(saved.metrics)} for saved in known]
 
     def load_state_dict(
         self, state: Iterable[Mapping[str, Any]], directory: str, *, looks: bool = True, levels: int = 0
     ) -> None:
-        """Restore what an earlier process knew.
+        """Restore the records of an earlier process.
 
         Args:
-            state: Its :meth:`state_dict`.
+            state: The :meth:`state_dict` of that process.
             directory: Where the checkpoints are now; they may have been moved.
-            looks: Whether to leave out what is not on the local disk.
-            levels: At most how many directories below it the checkpoints are.
+            looks: Whether to leave out local checkpoints that do not exist any more.
+            levels: At most how many directories below ``directory`` the checkpoints are.
         """
         for entry in state:
             note_commit(entry["time"])

@@ -1,8 +1,8 @@
-"""When to save: how far apart saves are, chosen from what they cost and how often a run is interrupted.
+"""When to save: the interval between saves, chosen from the cost of a save and the rate of failures (Young/Daly).
 
 A save costs the time for which training stands still. A failure costs the work since the last durable checkpoint. The
 interval that minimises their sum is Young's (1974), here in the form of Daly (2006). The time until a checkpoint is
-durable does not change the optimum, but a save that begins earlier has to wait for the previous one.
+durable does not change the optimum, but a save that begins before that has to wait for the previous one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _WORTH_SAYING = 1.5
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Return the time of work between two saves that loses the least, in seconds (Daly 2006, equation 37).
+    """Return the seconds of training between two saves that lose the least time (Daly 2006, equation 37).
 
     Args:
         cost: Seconds for which a save stops the training.
         mtbf: Mean time between failures in seconds.
 
     Raises:
-        ValueError: One is below 0, or no number.
+        ValueError: One is below 0, or not a number.
 
     Examples:
         >>> round(best_interval(5, 24 * 3600))  # Young's sqrt(2 * cost * mtbf) is 930
@@ -53,13 +53,13 @@ def best_interval(cost: float, mtbf: float) -> float:
 def expected_time_between_failures(world_size: int, run_seconds: float = 0.0, failures: int = 0) -> float:
     """Return the mean time between failures to expect, in seconds.
 
-    It starts from an assumption, as if one failure had been seen in that time: 24 hours, or for many ranks 50,000 hours
-    divided by their number (Llama 3, 2024). What the run observes soon weighs more.
+    The estimate starts from an assumed time, which counts like one observed failure: 24 hours, or for many ranks 50,000
+    hours divided by their number (Llama 3, 2024). The failures and hours that the run observes soon weigh more.
 
     Args:
         world_size: Number of ranks.
         run_seconds: How long the run has trained, including its earlier starts.
-        failures: How often it was interrupted.
+        failures: How often the run was interrupted.
     """
     assumed = min(_LONGEST_ASSUMED_SECONDS, _HOURS_OF_A_RANK * 3600.0 / world_size)
     return (assumed + run_seconds) / (1 + failures)
@@ -70,7 +70,7 @@ class SaveInterval:
     """How the time between two saves is chosen.
 
     Args:
-        mtbf: Mean time between failures in seconds; None: as observed, and at first assumed.
+        mtbf: Mean time between failures in seconds; None: estimated from an assumption and from observed failures.
         max_overhead: The share of the run that saves may take, such as 0.005. Without ``mtbf`` it is used in full; with
             ``mtbf`` it is a bound.
         continuous: Save as soon as the previous checkpoint is durable.
@@ -111,12 +111,12 @@ class SaveInterval:
         return None if interval is None else chosen
 
     def choose(self, cost: float, commit: float, mtbf: float, failures: int = 0) -> tuple[float, str]:
-        """Return the time of work between two saves in seconds, and why.
+        """Return the seconds of training between two saves, and the reason in words.
 
         Args:
             cost: Seconds for which a save stops the training.
             commit: Seconds from then until the checkpoint is durable.
-            mtbf: Mean time between failures in seconds, if none was set.
+            mtbf: Mean time between failures in seconds; ignored if the interval's own ``mtbf`` is set.
             failures: How many failures were observed.
         """
         words = seconds_in_words
@@ -140,11 +140,11 @@ class SaveInterval:
 
 
 class SaveSchedule:
-    """Says at which step to save next. Rank 0 decides at each save, and the others learn of it there.
+    """Decides at which step to save next. Rank 0 decides at each save, and the other ranks adopt its decision there.
 
-    The interval is counted in steps, so all ranks save at the same one without communicating in between. The first
-    saves are ten steps apart, for measuring. An interval is at most ten times as long as the previous one, because the
-    time of a step may change.
+    The interval is counted in steps, so all ranks save at the same step without communication in between. The first
+    saves are ten steps apart, to measure their cost. An interval is at most ten times as long as the previous one,
+    because the duration of a step may change.
 
     Args:
         interval: How the interval is chosen.
@@ -152,8 +152,8 @@ class SaveSchedule:
         clock: Returns seconds.
 
     Attributes:
-        is_ending: Set before the last save of a run that ends on request. It loses nothing, so the resume after it does
-            not count as a failure.
+        is_ending: Set before the last save of a run that ends on request. Such an end loses no work, so the resume
+            after it does not count as a failure.
 
     Examples:
         >>> schedule = SaveSchedule(SaveInterval(mtbf=3600))
@@ -189,7 +189,7 @@ class SaveSchedule:
         return step >= self._next
 
     def took(self, seconds: float) -> None:
-        """Note for how many seconds a save, of this schedule or any other, has stopped the training."""
+        """Record for how many seconds a save, scheduled here or not, has stopped the training."""
         self._costs.append(seconds)
         self._cost_since += seconds
 
@@ -198,7 +198,7 @@ class SaveSchedule:
 
         Args:
             step: The step of all ranks.
-            commit_seconds: How long the last save took in the background.
+            commit_seconds: How long the last save took in the background, until it was durable.
         """
         if not self._costs:
             return [_FIRST_STEPS, None]
@@ -230,14 +230,14 @@ class SaveSchedule:
         return self._seconds_before + self._clock() - self._begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to know about failures, as plain data."""
+        """Return the training time and the failures so far, for a resumed run, as plain data."""
         return {"run_seconds": self._run_seconds(), "failures": self._failures, "told_to_end": self.is_ending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a run; that counts as a failure, unless the run had ended on request.
+        """Restore the state of the run that is resumed; counts a failure, unless that run had ended on request.
 
         Args:
-            state: :meth:`state_dict` of the checkpoint; empty if it has none.
+            state: :meth:`state_dict` from the checkpoint; empty if it has none.
         """
         if state:
             self._seconds_before = float(state["run_seconds"])
@@ -246,7 +246,7 @@ class SaveSchedule:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return a time such as ``"0.04 s"``, ``"7 min"`` or ``"3.1 h"``.
+    """Return a duration in words, such as ``"0.04 s"``, ``"7 min"`` or ``"3.1 h"``.
 
     Examples:
         >>> [seconds_in_words(seconds) for seconds in (0.0413, 12.0, 420, 11_160)]

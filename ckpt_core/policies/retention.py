@@ -1,4 +1,4 @@
-"""Which checkpoints to keep. Modelled on Orbax's preservation policies: small, and combined by *any of*."""
+"""Retention policies: which checkpoints to keep. Modelled on Orbax's preservation policies; combined by *any of*."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_core.option_checks import check_count, check_options, check_text, one_
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a policy knows about a committed checkpoint.
+    """The record of a committed checkpoint, from which a policy decides.
 
     Attributes:
         path: Local path or URL.
@@ -37,7 +37,7 @@ class RetentionPolicy(Protocol):
         """Return the checkpoints to keep.
 
         Args:
-            checkpoints: All committed ones, in the order of their saves.
+            checkpoints: All committed checkpoints, in the order of their saves.
         """
 
 
@@ -46,11 +46,11 @@ def to_delete(
 ) -> list[SavedCheckpoint]:
     """Return the checkpoints that may be deleted, oldest first.
 
-    The newest one never is: a run that dies now resumes from it.
+    The newest one is never among them: a run that is killed now resumes from it.
 
     Args:
         policy: Decides which to keep.
-        checkpoints: All committed ones.
+        checkpoints: All committed checkpoints.
         protected: Paths to keep in any case, such as the one that the run was resumed from.
 
     Examples:
@@ -66,7 +66,7 @@ def to_delete(
 
 @dataclasses.dataclass(frozen=True)
 class KeepLatest:
-    """Keep the newest ones.
+    """Keep the newest checkpoints.
 
     Args:
         count: How many.
@@ -83,9 +83,9 @@ class KeepLatest:
 
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
-    """Keep those with the best values of a metric; among equal ones, the later.
+    """Keep the checkpoints with the best values of a metric; of equal values, the later one.
 
-    A checkpoint without the metric, or whose value is not a number, is never among the best.
+    A checkpoint without the metric, or whose value is NaN, is never among the best.
 
     Args:
         metric: Name of the metric.
@@ -108,7 +108,7 @@ class KeepBest:
 
 @dataclasses.dataclass(frozen=True)
 class KeepEverySteps:
-    """Keep the first one at or after each multiple of ``steps``.
+    """Keep the first checkpoint at or after each multiple of ``steps``.
 
     Args:
         steps: Number of optimizer steps.
@@ -131,7 +131,7 @@ def _check_hours(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeepEveryTime:
-    """Keep the first one of each period, counted from the start of Unix time.
+    """Keep the first checkpoint of each period; periods are counted from the start of Unix time.
 
     The periods do not depend on which checkpoints exist, so a deletion never changes what is kept.
 
@@ -160,7 +160,7 @@ def _check_steps(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeepAtSteps:
-    """Keep those of given steps.
+    """Keep the checkpoints of given steps.
 
     Args:
         steps: The steps.
@@ -184,7 +184,7 @@ def _check_policies(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AnyOf:
-    """Keep what at least one of several policies keeps.
+    """Keep the checkpoints that at least one of several policies keeps.
 
     Args:
         policies: The policies.

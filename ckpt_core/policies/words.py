@@ -1,4 +1,4 @@
-"""Policies as text, for options, YAML and the command line: ``latest=2,every_steps=1000``."""
+"""Retention policies as text, for options, YAML and the command line: ``latest=2,every_steps=1000``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ RULES_IN_WORDS = tuple(_RULES)
 
 
 def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
-    """Return the policies that a text names, each with its part of the text.
+    """Return the policies that a text describes, each with its part of the text.
 
     Args:
         text: Comma-separated rules: ``latest=N``, ``best=METRIC``, ``best=METRIC:max:N``, ``every_steps=N``,
@@ -91,7 +91,7 @@ def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
 
 
 def policy_of_words(text: str) -> RetentionPolicy:
-    """Return the policy that a text names; with several rules, what any of them keeps stays.
+    """Return the policy that a text describes; several rules are combined by :class:`AnyOf`.
 
     Args:
         text: As for :func:`rules_of_words`.

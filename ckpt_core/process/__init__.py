@@ -1,1 +1,1 @@
-"""What belongs to a process rather than to a checkpoint: its threads, signals, console and end, and who waits there."""
+"""Facilities of the process: threads, signals, console output, exit, process groups, and paths that are being saved."""

@@ -1,19 +1,18 @@
-"""Whoever touches a path whose save is under way waits for it: a script may use what it has just saved.
+"""Make accesses to a path wait for its background save, so that a script can use a checkpoint right after saving it.
 
-A save in the background leaves nothing under its name until it is committed. A script that lists, opens, copies,
-renames or deletes it must not find nothing there, nor may what it deleted appear later. So the *access* waits, and
-whoever touches nothing waits for nothing. There are two ways of noticing one, which together see all that is done in
-Python:
+A background save leaves nothing at its path until it is committed. A script that lists, opens, copies, renames or
+deletes the path must not find it missing, and a checkpoint that it deleted must not appear later. So the *access*
+waits, and a script that accesses nothing waits for nothing. Two mechanisms together see all accesses made in Python:
 
 - an audit hook (:func:`sys.addaudithook`) sees files opened, directories listed, made, renamed, copied and deleted,
-  wherever the function was imported from, and programs started, which may do anything;
+  wherever the function was imported from, and programs started, which may access anything;
 - ``os.stat``, ``os.lstat`` and ``os.access``, behind ``os.path.exists``, ``Path.is_dir`` and the like, raise no audit
-  event. They are replaced by functions that do the same.
+  event. They are replaced by wrappers that do the same.
 
-Neither can be undone, and so neither is there before the first save that asks for it. Compiled code that opens files
-itself has to call :func:`wait_for`. Our own accesses, those of writing threads and of log handlers (whose lock the
-writing thread may need) do not wait, nor do forked processes, in which nobody writes. Where our packages look for what
-to load, they call :func:`wait_for_saves`: another checkpointer of this process may be saving it.
+Neither can be undone, so both are installed by the first save that needs them. Compiled code that opens files itself
+has to call :func:`wait_for`. Accesses by our own packages, by writing threads and by log handlers (whose lock the
+writing thread may need) do not wait, nor do those of forked processes, in which no save runs. Where our packages look
+for a checkpoint to load, they call :func:`wait_for_saves`: another checkpointer of this process may be saving it.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from typing import Any
 
 from ckpt_core.process.threads import Latch
 
-# Nothing that is known to hold a lock waits here. If something did, this would end it.
+# A safeguard against deadlock, in case code that holds a lock which the save needs waits here; none is known.
 _LONGEST_WAIT_SECONDS = 600.0
 
 own_packages = {"ckpt_core"}
-"""Packages whose accesses do not wait, because they know what is under way."""
+"""Packages whose accesses do not wait, because they know which saves are under way."""
 
 
 class _Expected:
@@ -49,7 +48,7 @@ class _Expected:
         self.can_end = can_end
 
     def is_touched(self, path: str, how: int) -> bool:
-        """Return whether an access to a path concerns this one."""
+        """Return whether an access of the kind ``how`` to ``path`` concerns this path."""
         if path == self.path or path.startswith(self.path + os.sep):
             return True
         if how == _TREE:
@@ -57,59 +56,59 @@ class _Expected:
         return how == _LISTING and path == self.directory
 
 
-_ITSELF, _LISTING, _TREE = range(3)  # concerns the path and what is below it, also its directory, also all above it
-
-# Which arguments of an event are paths.
+# Kinds of access: it concerns a save at the accessed path or above; or also one in that directory; or all below it.
+_ITSELF, _LISTING, _TREE = range(3)
+# By audit event: the kind of access, and the positions of the arguments that are paths.
 _EVENTS: dict[str, tuple[int, tuple[int, ...]]] = {
     **dict.fromkeys(
         ("open", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime", "os.remove"), (_ITSELF, (0,))
     ),
     **dict.fromkeys(("os.getxattr", "os.listxattr", "os.setxattr"), (_ITSELF, (0,))),
     "os.link": (_ITSELF, (0, 1)),
-    "os.symlink": (_ITSELF, (1,)),  # whoever follows the link waits
+    "os.symlink": (_ITSELF, (1,)),  # not the target: an access through the link waits
     **dict.fromkeys(("os.listdir", "os.scandir", "os.chdir"), (_LISTING, (0,))),
     **dict.fromkeys(("os.rmdir", "shutil.rmtree"), (_TREE, (0,))),
     **dict.fromkeys(("os.rename", "shutil.copytree", "shutil.move"), (_TREE, (0, 1))),
 }
-# The program may look anywhere.
+# Events that start a program, which may access any path.
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"})
 
 _MOVES = frozenset({"os.symlink", "os.rename", "os.remove", "os.rmdir"})
 
 _expected: list[_Expected] = []
-_saves: list[_Expected] = []  # and removals; all of this process, also those for which only we wait
-_real: dict[str, str] = {}  # directories and where they are, until links may have changed
+_saves: list[_Expected] = []  # all saves and removals of this process, for wait_for_saves()
+_real: dict[str, str] = {}  # directories and their real paths; cleared when symbolic links may have changed
 _thread = threading.local()
 
 
 def expect(path: str, ended: Latch) -> None:
-    """Let whoever touches a local path from now on wait until ``ended`` is set, when :func:`forget` is to be called."""
+    """Make accesses to a local path wait until ``ended`` is set; the caller then calls :func:`forget`."""
     _install()
     _real.clear()
     _expected.append(_Expected(path, ended))
 
 
 def note(path: str, ended: Latch, can_end: Callable[[], bool]) -> None:
-    """Let :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; then call :func:`forget`.
+    """Make :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; then call :func:`forget`.
 
-    It does not wait where ``can_end`` says no: in a signal handler that has interrupted the save.
+    It does not wait if ``can_end`` returns False: in a signal handler that has interrupted the save.
     """
     _saves.append(_Expected(path, ended, can_end))
 
 
 def forget(ended: Latch) -> None:
-    """Let nobody wait any more for what was to set ``ended``."""
+    """Remove the paths that were registered with ``ended``: accesses to them do not wait any more."""
     for items in (_expected, _saves):
         for item in tuple(items):
             if item.ended is ended:
-                with contextlib.suppress(ValueError):  # done by two threads
+                with contextlib.suppress(ValueError):  # another thread has removed it
                     items.remove(item)
 
 
 def wait_for_saves(path: str, *, below: bool = False) -> None:
-    """Return when no save of a checkpoint at a local path or URL, or in that directory, is under way in this process.
+    """Wait until this process has no save under way of the checkpoint at a local path or URL, or in that directory.
 
-    With ``below``, directories in it count, too. Failures are for those to raise whose save it is.
+    With ``below``, saves at any depth below it count, too. A failure of a save is not raised here, but to its caller.
     """
     if not _saves or getattr(_thread, "is_free", False):
         return
@@ -130,14 +129,14 @@ def _absolute(path: str) -> str:
 
 
 def wait_for(path: Any) -> None:
-    """Return when no save of a path, or of a directory that it is in, is under way; for replaced functions."""
+    """Wait until no save of a path, or of a directory above it, is under way; for wrappers of functions."""
     if _expected:
         _wait(_ITSELF, (path,), caller=sys._getframe(2))
 
 
 @contextlib.contextmanager
 def waiting_for_nothing() -> Iterator[None]:
-    """Let this thread touch what it likes without waiting: others wait for it."""
+    """Let this thread access any path in the body without waiting, because other threads wait for it."""
     before = getattr(_thread, "is_free", False)
     _thread.is_free = True
     try:
@@ -173,11 +172,11 @@ def _wait(how: int, paths: tuple[Any, ...], *, caller: types.FrameType | None = 
 
 
 def _names_of(path: Any, how: int) -> set[str]:
-    """Return the full names of a path: itself, which may be a link, and where it leads."""
+    """Return the absolute paths that an access to ``path`` concerns: itself and, if it is a link, its target."""
     if path is None and how == _LISTING:
         path = os.curdir
     try:
-        directory, name = os.path.split(os.path.abspath(os.fsdecode(path)))  # a file descriptor is no path
+        directory, name = os.path.split(os.path.abspath(os.fsdecode(path)))  # TypeError for a file descriptor
         if directory not in _real:
             _real[directory] = os.path.realpath(directory)
         full = os.path.join(_real[directory], name)
@@ -187,7 +186,7 @@ def _names_of(path: Any, how: int) -> set[str]:
 
 
 def _is_exempt(frame: types.FrameType | None) -> bool:
-    """Return whether it is one of our packages that has called the standard library, or a log handler is at work."""
+    """Return whether an access does not wait: it comes from one of our packages, or from inside a logging call."""
     caller: str | None = None
     while frame is not None:
         name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -204,7 +203,7 @@ def _install() -> None:
     sys.addaudithook(_hook)
     for name in ("stat", "lstat", "access"):
         _replace(name)
-    if sys.version_info < (3, 11):  # whose pathlib has taken the function when it was imported
+    if sys.version_info < (3, 11):  # whose pathlib keeps a reference to os.stat from its import
         setattr(pathlib._NormalAccessor, "stat", staticmethod(os.stat))  # type: ignore[attr-defined]  # noqa: B010
 
 
@@ -217,12 +216,12 @@ def _replace(name: str) -> None:
             _wait(_ITSELF, (path,))
         return original(path, *args, **kwargs)
 
-    same.__module__ = "os"  # where pickle finds it
+    same.__module__ = "os"  # so that pickle finds it
     for supported in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
         if original in supported:
             supported.add(same)
     setattr(os, name, same)
 
 
-os.register_at_fork(after_in_child=_expected.clear)  # nobody writes there
+os.register_at_fork(after_in_child=_expected.clear)  # no save runs in a forked process
 os.register_at_fork(after_in_child=_saves.clear)

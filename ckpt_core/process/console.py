@@ -1,4 +1,4 @@
-"""What a user is to see: warnings that must not go unsaid, and lines on a terminal on which frameworks draw bars."""
+"""Console output: warnings that a blanket filter does not hide, progress lines, and lines next to progress bars."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SELDOM = 60.0  # seconds between two lines at most
 
 
 def warn(message: str, *, stacklevel: int = 1) -> None:
-    """Warn of what must not go unsaid: in the log where the script ignores warnings, unless it means this one.
+    """Issue a warning that must reach the user; also log it if the script ignores all warnings, not just this one.
 
-    Many scripts begin with ``warnings.filterwarnings("ignore")``, to be rid of those of libraries.
+    Many scripts begin with ``warnings.filterwarnings("ignore")``, to hide the warnings of libraries.
     """
     warnings.warn(message, stacklevel=stacklevel + 1)
     for action, text, category, module, _ in warnings.filters:
@@ -30,13 +30,13 @@ def warn(message: str, *, stacklevel: int = 1) -> None:
 
 @contextlib.contextmanager
 def beside_bars(logger: logging.Logger | None = None) -> Iterator[None]:
-    """Take progress bars off the terminal while the body prints a line, maybe by ``logger``, and draw them again."""
+    """Clear progress bars while the body prints a line, maybe through ``logger``, and redraw them afterwards."""
     tqdm = sys.modules.get("tqdm")
     with contextlib.ExitStack() as stack:
         if tqdm is not None:
-            # No lock of tqdm's: a line about a run must not wait for whoever holds it.
+            # Without tqdm's lock: a line about a run must not wait for the thread that holds it.
             stack.enter_context(tqdm.tqdm.external_write_mode(sys.stderr, nolock=True))
-        # While rich draws a bar, sys.stderr writes above it; handlers have the one from before.
+        # While rich draws a bar, sys.stderr is a stream that writes above the bar, but handlers still have the old one.
         for handler in _handlers_of(logger) if sys.stderr is not sys.__stderr__ else []:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.__stderr__:
                 stack.callback(handler.setStream, handler.stream)
@@ -51,9 +51,9 @@ def _handlers_of(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 class Progress:
-    """How far something is, said where it takes long: after two seconds, and then ever more seldom.
+    """Reports the progress of a long operation: first after two seconds, then at growing intervals, up to a minute.
 
-    ``say`` is called with how much of the ``total`` is done, and in how many seconds.
+    ``say`` is called with the amount of the ``total`` that is done, and the seconds since the begin.
     """
 
     def __init__(self, total: int, say: Callable[[int, float], None]) -> None:
@@ -62,7 +62,7 @@ class Progress:
         self._begin, self._due = time.monotonic(), _SILENT
 
     def __call__(self, more: int) -> None:
-        """Note that so much more is done."""
+        """Add ``more`` to the amount that is done, and report it if that is due."""
         self._done += more
         seconds = time.monotonic() - self._begin
         if seconds >= self._due and self._done < self._total:
@@ -71,7 +71,7 @@ class Progress:
 
 
 def counted_aloud(total: int, what: str, say: Callable[[str], None]) -> Iterator[int]:
-    """Yield the numbers below ``total``, and say how far that is where it takes long."""
+    """Yield the numbers below ``total``, and call ``say`` with progress lines if the loop takes long."""
 
     def tell(done: int, seconds: float) -> None:
         say(f"{what}: {done:,} of {total:,}, about {seconds * (total - done) / done:,.0f} s left")

@@ -1,8 +1,8 @@
-"""Signals that a thread hears, also where the main thread waits in C, as in a collective, and Python runs no handlers.
+"""A thread that receives signals even while the main thread waits in C (a collective) and Python runs no handlers.
 
-Python's own handler, in C, writes the number of each signal to a descriptor, from which the thread reads it. A child
-has the descriptor of its parent, so signals wait until a fork has given it up: in the parent's pipe they would end the
-parent.
+Python's own C handler writes the number of each signal to a descriptor (``signal.set_wakeup_fd``), from which the
+thread reads it. A forked child inherits the descriptor, so signals are blocked until the child has dropped it: a signal
+to the child that was written to the parent's pipe would end the parent.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-#: What ends a process, unless it is handled.
+#: Signals that end a process unless they are handled.
 ENDING = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
-_END, _ASKS = 0, 255  # the numbers of no signals
+_END, _ASKS = 0, 255  # messages to the thread; no signals have these numbers
 _LONGEST_END = 10.0  # seconds
 _living: list[SignalThread] = []
 _mask = threading.local()
@@ -27,11 +27,11 @@ _exit = os._exit
 
 
 class SignalThread:
-    """Hears signals for which the program has set a handler; made and closed on the main thread.
+    """A thread that receives the signals for which the program has set a handler; made and closed on the main thread.
 
     Args:
-        heard: Called on the thread with the number of each.
-        in_child: Called in each child that is forked, before signals reach it.
+        heard: Called on the thread with the number of each signal.
+        in_child: Called in each forked child, before signals reach it.
     """
 
     def __init__(self, heard: Callable[[int], None], in_child: Callable[[], None] = lambda: None) -> None:
@@ -46,13 +46,13 @@ class SignalThread:
         self.listen()
 
     def listen(self) -> None:
-        """Hear signals from now on, unless another reader does, such as an event loop."""
+        """Receive signals from now on, unless another reader, such as an event loop, has the wakeup descriptor."""
         before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         if before not in (-1, self._writes):
             signal.set_wakeup_fd(before)
 
     def catch_up(self) -> None:
-        """Return when it has heard all signals of before, as which handler was there for them is soon not known."""
+        """Wait until the thread has processed all earlier signals; called before the handlers for them are replaced."""
         self._asked += 1
         with contextlib.suppress(BlockingIOError):
             os.write(self._writes, bytes([_ASKS]))
@@ -61,11 +61,12 @@ class SignalThread:
                 time.sleep(0.001)  # no lock: a handler may have interrupted this
 
     def close(self) -> None:
-        """Hear none any more, and return when the thread has ended, or is at something that does not end."""
+        """Stop receiving signals, and wait a limited time until the thread has ended."""
         _living.remove(self)
         self._give_up()
         with contextlib.suppress(BlockingIOError):
-            os.write(self._writes, bytes([_END]))  # a child that did not fork by Python may have the descriptor, too
+            # Closing is not enough: a child that was not forked by Python may have the descriptor, too.
+            os.write(self._writes, bytes([_END]))
         os.close(self._writes)
         self._thread.join(_LONGEST_END)
 
@@ -86,7 +87,7 @@ class SignalThread:
         os.close(self._reads)
 
     def forked(self) -> None:
-        """Let go of what is the parent's."""
+        """Release, in a forked child, the parent's pipe; then call ``in_child``."""
         with contextlib.suppress(ValueError):  # not on the main thread
             self._give_up()
         for descriptor in (self._reads, self._writes):
@@ -96,9 +97,9 @@ class SignalThread:
 
 
 def die_of(number: int) -> NoReturn:
-    """End this process by a signal, on any thread, as if it had not been handled."""
+    """End this process by a signal, as if it had no handler; may be called on any thread."""
     with contextlib.suppress(AttributeError, OSError):
-        # Python changes dispositions on its main thread only, which may be in a collective for ever.
+        # Python sets signal handlers on its main thread only, which may be in a collective for ever.
         library = ctypes.CDLL(None)
         library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
         library.signal(int(number), None)

@@ -1,4 +1,4 @@
-"""A few threads over a list of jobs, for work that releases the GIL; and what a fork does without them."""
+"""Threads for work that releases the GIL; waiting that survives Ctrl-C; and callbacks in forked processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Owner = TypeVar("Owner")
 class Latch:
     """An event that is set once, for threads that signal handlers interrupt.
 
-    A handler that raises at a bad moment (Ctrl-C), or that waits for the same event, leaves the lock of a
-    ``threading.Event`` taken: whoever sets that waits for ever. Here, waiters share no lock.
+    If a handler raises at a bad moment (Ctrl-C), or waits for the same event, it leaves the lock of a
+    ``threading.Event`` taken, and a thread that calls ``set`` waits for ever. Here, waiters share no lock.
     """
 
     def __init__(self) -> None:
@@ -33,19 +33,19 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Let all threads continue that wait."""
+        """Set it, and wake all threads that wait."""
         self._is_set = True
         for waiter in tuple(self._waiters):
-            with contextlib.suppress(RuntimeError):  # set by two at once
+            with contextlib.suppress(RuntimeError):  # another thread sets it at the same time
                 waiter.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return whether it is set, when it is, or after ``timeout`` seconds."""
+        """Wait until it is set, at most ``timeout`` seconds; return whether it is set."""
         waiter = threading.Lock()
         waiter.acquire()
         self._waiters.append(waiter)
         try:
-            if not self._is_set:  # and otherwise nobody may look at the waiters any more
+            if not self._is_set:  # if it is set, set() may have read the waiters already, without this one
                 waiter.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         finally:
             with contextlib.suppress(ValueError):
@@ -56,8 +56,8 @@ class Latch:
 def wait_through(event: Latch) -> None:
     """Wait for ``event``, and only then raise what a signal handler raised meanwhile (Ctrl-C).
 
-    For threads that use memory or files which the caller would take away on the exception. ``Thread.join`` cannot be
-    used for that: an exception in it makes Python before 3.13 take the thread for ended.
+    Used when other threads use memory or files that the caller would release on the exception. ``Thread.join`` cannot
+    be used for that: after an exception in it, Python before 3.13 takes the thread for ended.
     """
     interruption: BaseException | None = None
     while not event.is_set():
@@ -70,9 +70,9 @@ def wait_through(event: Latch) -> None:
 
 
 def do_through(act: Callable[..., None], *arguments: object) -> None:
-    """Call ``act``, again where a signal handler ends it (Ctrl-C), and only then raise what that has raised.
+    """Call ``act``, again if a signal handler interrupts it (Ctrl-C), and only then raise what the handler raised.
 
-    For what must be done whatever happens; doing it twice is doing it once.
+    For actions that must be completed in any case, and that may be repeated.
     """
     interruption: BaseException | None = None
     while True:
@@ -89,8 +89,8 @@ def do_through(act: Callable[..., None], *arguments: object) -> None:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile, in all threads."""
-    collects = gc.isenabled()  # if not, another thread may have stopped it, and starts it again
+    """Switch garbage collection off, in all threads, while the body runs."""
+    collects = gc.isenabled()  # if it is off, the thread that has switched it off will switch it on again
     try:
         if collects:
             gc.disable()
@@ -106,10 +106,10 @@ class _Begun(threading.Event):
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, which does nothing if it begins when this has raised: the caller sees to that.
+    """Start a thread, and raise if it does not begin in time; the caller must ensure that it does nothing later.
 
-    Without memory for its first call, a thread ends before it says that it has begun, for which ``Thread.start`` would
-    wait for ever.
+    Without memory for its first call, a thread ends before it reports that it has begun, for which ``Thread.start``
+    would wait for ever.
 
     Raises:
         RuntimeError: It cannot be started: no memory, too many threads, or the interpreter is shutting down.
@@ -127,10 +127,10 @@ def run_parallel(
     threads: int = IO_THREADS,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``work`` on every job from several threads and raise the first error, after all threads have stopped.
+    """Call ``work`` on every job from several threads, and raise the first error after all threads have stopped.
 
-    Jobs are begun in their order. The calling thread is one of ``threads``, so that this also works while the
-    interpreter shuts down, when no thread can be started; before it takes part, it does ``meanwhile``.
+    Jobs are begun in their order. The calling thread is one of the ``threads``, so that this also works while the
+    interpreter shuts down, when no thread can be started. Before it takes part, it calls ``meanwhile``.
     """
     errors: list[BaseException] = []
     lock = threading.Lock()
@@ -151,7 +151,7 @@ def run_parallel(
             while (taken := take()) is not None:
                 work(*taken)
         except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
-            errors.append(error)  # without the lock: whoever holds it may be waiting for what comes of another job
+            errors.append(error)  # without the lock: its holder may be waiting for the result of another job
 
     def help_out(claim: threading.Lock, ended: Latch) -> None:
         if claim.acquire(blocking=False):
@@ -162,17 +162,17 @@ def run_parallel(
     try:
         try:
             for _ in range(threads - 1):
-                # Before it starts: it works already where Ctrl-C comes while it is being started.
+                # Appended before the start: if Ctrl-C comes during the start, the thread may be working already.
                 helpers.append((threading.Lock(), Latch()))
                 start(threading.Thread(target=help_out, args=helpers[-1], name="ckpt-io"))
         except RuntimeError:
-            pass  # no more threads can be started: use those there are
+            pass  # no more threads can be started: use those that were
         loop(meanwhile)
     except BaseException as error:  # noqa: BLE001 - raised again below
         errors.append(error)
     for claim, ended in helpers:
         if claim.acquire(blocking=False):
-            ended.set()  # one that has not begun does not begin any more
+            ended.set()  # a helper that has not begun yet finds its claim taken, and does nothing
     while not all(ended.is_set() for _, ended in helpers):
         try:
             for _, ended in helpers:
@@ -183,12 +183,12 @@ def run_parallel(
         raise errors[0]
 
 
-# by object and not as a WeakMethod, whose callback fails while the interpreter ends
+# Keyed weakly by object instead of a WeakMethod, whose callback fails while the interpreter shuts down.
 _in_child: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
 def call_in_forked_child(instance: Owner, method: Callable[[Owner], None]) -> None:
-    """Call a method in each forked process, which has none of the parent's threads, as long as the object lives."""
+    """Have a method called in each forked process, which lacks the parent's threads, as long as the object lives."""
     _in_child[instance] = method
 
 
