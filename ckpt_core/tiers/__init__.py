@@ -1,8 +1,8 @@
-"""Tiers: checkpoints are committed on a fast local disk and uploaded from there; the last snapshots are in memory.
+"""Tiers: checkpoints are committed on a fast local disk and uploaded in the background; last snapshots stay in memory.
 
-``places``: which path of one tier is which of the other. ``ledger``: what was uploaded, kept next to the uploads.
-``nearest``: both tiers as one storage to read from. ``sending``: one checkpoint from tier to tier. ``uploader``:
-uploads and removals in order. ``memory``: snapshots in host memory, which survive a crash of the run's processes.
+``places``: maps paths between the tiers. ``ledger``: the record of uploads, kept next to them. ``nearest``: both tiers
+as one storage to read from. ``sending``: uploads one checkpoint. ``uploader``: the queue of uploads and removals.
+``memory``: snapshots in host memory, which survive a crash of the run's processes; ``machines``: on several machines.
 """
 
 from ckpt_core.tiers.ledger import LEDGER_NAME, read_ledger

@@ -1,7 +1,7 @@
-"""What was uploaded: a small file next to the uploads.
+"""The ledger: a small file next to the uploads that records which local copy each was made of.
 
-It tells which local copy an upload was made of, and when that was committed. Stores only tell when an upload ended,
-which is another order where an older checkpoint was uploaded late.
+It also records when that copy was committed. Stores only report when an upload ended, which gives another order if an
+older checkpoint was uploaded late.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What tells one local copy from any other that was or will be at its path."""
+    """Identifies one local copy of a checkpoint among all that have been or will be at its path."""
 
-    # Unix time of its commit in seconds, by its own record; without one, the file system's date.
+    # Unix time of its commit in seconds, as recorded in the checkpoint; without a record, the file system's date.
     committed: float = dataclasses.field(compare=False)
     inode: int  # of the file, or of a directory's manifest: each save makes a new one
     size: int  # of that file in bytes
-    modified_ns: int  # time of its last change
-    # Which save a directory is of; copies of it have the same. None for a file, empty if that is damaged.
+    modified_ns: int  # Unix time of the last change of that file, in nanoseconds
+    # ID of the save that wrote a directory, equal in all copies of it; None for a file, empty for a damaged manifest.
     save: str | None = None
 
     def is_copy_of(self, other: Identity) -> bool:
-        """Whether both hold the same bytes: hard links of one file, or directories of one save."""
+        """Return whether both hold the same bytes: they are hard links of one file, or directories of one save."""
         if self.save is not None:
             return self.save == other.save != ""
         return dataclasses.replace(other, committed=self.committed) == self
 
     def is_in(self, storage: Storage, path: str) -> bool:
-        """Whether a checkpoint of this layout is at ``path``: somebody else may have deleted an upload."""
+        """Return whether a checkpoint of this layout is at ``path``: another process may have deleted an upload."""
         return storage.exists(path) if self.save is None else is_directory_checkpoint(storage, path)
 
 
 def identity_of(path: str) -> Identity | None:
-    """Return what tells the checkpoint at a local path from others; None if there is none."""
+    """Return the identity of the checkpoint at a local path; None if there is none."""
     is_directory = os.path.isdir(path)
     try:
         status = os.stat(f"{path}/{MANIFEST_NAME}" if is_directory else path)
@@ -79,7 +79,7 @@ def _save_of(path: str, *_identity_of_manifest: int) -> str:
 
 
 def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
-    """Return what is known of the uploads in a directory, by the checkpoint's name."""
+    """Read the ledger of a directory: the identity of each upload's local copy, by the name of the checkpoint."""
     path = f"{directory}/{LEDGER_NAME}"
     try:
         with storage.open(path) as reader:
@@ -97,7 +97,7 @@ def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
 
 
 def write_ledger(storage: Storage, directory: str, uploads: Mapping[str, Identity]) -> None:
-    """Replace what is known of the uploads in a directory."""
+    """Replace the ledger of a directory."""
     fields = {name: dataclasses.astuple(identity) for name, identity in uploads.items()}
     data = json.dumps({"version": _VERSION, "uploads": fields}, separators=(",", ":")).encode()
     storage.write_whole(f"{directory}/{LEDGER_NAME}", data)

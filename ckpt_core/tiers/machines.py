@@ -1,13 +1,13 @@
-"""Snapshots in the memory of several machines: each keeps what its ranks write, and the next one a copy of it.
+"""Snapshots in the memory of several machines: each keeps what its ranks write, and a copy of its neighbour's part.
 
-Ranks write into the memory of their own machine, as ever. Before rank 0 commits, each machine fetches the files of the
-one before it, and then each gets the manifest: so a snapshot is whole as long as no two neighbours are lost. A snapshot
-of one file, which one rank writes, is fetched by the next machine before it counts as committed. To read,
-the memories are one storage: a file that is not here is asked of the others. What it holds is compared with the
-snapshot's digests, wherever it came from.
+Ranks write into the memory of their own machine. Before rank 0 commits, each machine fetches the files of the previous
+machine, and then each gets the manifest: so a snapshot is whole as long as no two neighbours are lost. A snapshot that
+is one file, which one rank writes, is fetched by the next machine before it counts as committed. For reading, the
+memories are one storage: a file that is not on this machine is requested from the others. Its contents are checked
+against the snapshot's digests, wherever they came from.
 
-One process of each machine serves its memory, on threads, to who knows the secret of the run's store. Nothing is
-encrypted, as between ranks.
+One process of each machine serves its memory, on threads, to clients that know the secret of the run's store. Nothing
+is encrypted, as between ranks.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _CONNECT_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 _THREADS = 64
 _PIECE_BYTES = 16 * 2**20
-_LONGEST_REQUEST = 64 * 2**20  # a manifest is part of one
+_LONGEST_REQUEST = 64 * 2**20  # bytes; a "publish" request contains a manifest
 
 
 class Machine(NamedTuple):
-    """Where the memory of a machine is served."""
+    """The address at which a machine serves its memory."""
 
-    host: str  # name or address
-    port: int  # of TCP
+    host: str  # host name or IP address
+    port: int  # TCP port
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the network in which it reaches ``host``."""
+    """Return this machine's address on the network over which it reaches ``host``."""
     family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect(address)
@@ -56,10 +56,10 @@ def address_towards(host: str) -> str:
 
 
 class MemoryServer:
-    """Serves the memory of this machine to the others until the process ends: a directory, and nothing beside it.
+    """Serves the snapshots in this machine's memory, and no file outside ``directory``, to the other machines.
 
-    ``key`` is what those who may ask know, ``host`` what all reach. Unless that ``is_here``, it listens at the address
-    at which ``host`` sees it.
+    It runs on daemon threads. ``key`` is the secret that clients must know. ``host`` is a machine that all can reach:
+    if it ``is_here``, the server listens on it, otherwise on this machine's address in the network of ``host``.
     """
 
     def __init__(self, directory: str, key: bytes, host: str, *, is_here: bool) -> None:
@@ -79,22 +79,22 @@ class MemoryServer:
                 remedy=f"see whether {host} is known here, or train without memory_every_n_steps",
                 errno=error.errno,
             ) from error
-        self.machine = Machine(host, self._socket.getsockname()[1])  # where the others find it
+        self.machine = Machine(host, self._socket.getsockname()[1])  # the address for the other machines
         self._is_closed = threading.Event()
         threading.Thread(target=self._accept, name="ckpt-memory", daemon=True).start()
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop serving."""
         self._is_closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
                 accepted, _ = self._socket.accept()
-            except OSError:  # out of descriptors, or the caller is gone: try again
+            except OSError:  # out of descriptors, or the client is gone: try again
                 if self._is_closed.wait(_PAUSE_SECONDS):
                     return
                 continue
@@ -149,8 +149,8 @@ class MemoryServer:
         return [(os.path.relpath(file, path), os.path.getsize(file)) for file in found]
 
     def _do_copy(self, path: str, token: str, files: list[tuple[str, int]], host: str, port: int) -> None:
-        """Fetch files of a snapshot in the making from another machine."""
-        # which the ranks of this machine keep from being taken for an orphan
+        """Fetch files of an unfinished snapshot from another machine."""
+        # The ranks of this machine hold locks on the staging directory, so that it is not taken for an orphan.
         staging = self._storage.begin_directory(path, token)
         try:
             for name, size in files:
@@ -167,14 +167,14 @@ class MemoryServer:
 
 
 class _Client:
-    """Sends requests to one machine, each on a connection of its own, so that one that breaks off disturbs no other."""
+    """Sends requests to one machine, each on a connection of its own, so that a broken one does not affect others."""
 
     def __init__(self, machine: Machine, key: bytes) -> None:
         self.machine = machine
         self._key = key
 
     def ask(self, do: str, path: str, seconds: int = _ANSWER_SECONDS, **about: Any) -> Any:
-        """Return the answer."""
+        """Send a request, and return the value of the answer."""
         return self._asked(do, path, seconds, about)[0]
 
     def read(self, path: str, offset: int, size: int) -> bytes:
@@ -230,11 +230,11 @@ class _RemoteReader(FileReader):
 
 
 class MachinesStorage(MemoryStorage):
-    """The memories of all machines of a run. What is written and deleted is so in that of this one.
+    """The memories of all machines of a run as one storage. It reads from all, and writes and deletes only on this one.
 
-    ``directory`` is of the snapshots and what belongs to them, the same path on all machines; ``mine`` says which of
-    the machines, in the same order everywhere, this one is; ``key`` is what those who may ask know. ``snapshots`` is
-    where snapshots of one file are.
+    ``directory`` contains the snapshots and the files that belong to them, at the same path on all machines. ``mine``
+    is the index of this machine in ``machines``, which have the same order everywhere. ``key`` is the secret that
+    clients must know. ``snapshots`` is the directory of snapshots that are single files.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class MachinesStorage(MemoryStorage):
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         writer = super().create(path, expected_size)
-        if os.path.dirname(path) == self._snapshots:  # a whole snapshot, and not a file of one
+        if os.path.dirname(path) == self._snapshots:  # a snapshot that is one file, not a file inside a directory
             stock = writer.commit
 
             def commit(size: int) -> None:
@@ -301,7 +301,7 @@ class MachinesStorage(MemoryStorage):
             def publish(client: _Client) -> None:
                 client.ask("publish", path, _COPY_SECONDS, token=token, manifest=manifest.decode())
 
-            run_parallel(look, range(count), threads=threads)  # before any has those of another
+            run_parallel(look, range(count), threads=threads)  # before any machine has copies of another's files
             run_parallel(copy, range(count), threads=threads)
             run_parallel(publish, self._others, threads=threads)
             super().publish_directory(path, token, manifest, gone=gone)

@@ -1,8 +1,8 @@
-"""The memory tier: the last snapshots of a run in host memory outside of its processes, which survive their crash.
+"""The memory tier: the last snapshots of a run, in host memory outside its processes, so that they survive a crash.
 
-A filesystem in memory (``/dev/shm``) is such memory: no keeper process is needed, and everything that is right for
-checkpoints on disks holds there too: formats, digests, atomic commit. What memory asks for besides is here: that it is
-private, bounded, found again by the next start, and given back when the run has ended.
+They are files on an in-memory filesystem (``/dev/shm``): that needs no extra process, and the formats, digests and
+atomic commit of checkpoints on disks work there, too. This module adds what memory needs in addition: the directory is
+private and bounded, the next start of the run finds it, and it is deleted when the run has ended.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ Result = TypeVar("Result")
 MEMORY_ROOT = "/dev/shm"
 _RECORD = "run.json"
 _LONGEST_NAME = 60
-_ATTEMPTS = 10  # to make directories that others delete when they end, or clean up
+_ATTEMPTS = 10  # at making directories, which other runs may delete when they end, or a clean-up
 
 
 class MemoryTier:
-    """Where the last two snapshots of one run are kept, and when one is due.
+    """The last two snapshots of one run in memory: where they are kept, and when the next is due.
 
-    Every rank has one. That of rank 0 makes the directory (:meth:`begin`), names the next snapshot (:meth:`next_path`)
-    and deletes all of them at the regular end (:meth:`end`). If a snapshot fails, because it does not fit, a warning
-    says so, and training continues without snapshots.
+    Every rank has one. Rank 0's makes the directory (:meth:`begin`), chooses the path of the next snapshot
+    (:meth:`next_path`) and deletes all snapshots at the regular end (:meth:`end`). If a snapshot fails, for example
+    because it does not fit, a warning is logged, and training continues without snapshots.
 
     Args:
-        run: The directory of the run's checkpoints, also a URL: the next start finds the snapshots by it.
+        run: The directory of the run's checkpoints, or a URL; the next start finds the snapshots by it.
         every: Steps from one snapshot to the next.
-        root: A directory in memory.
+        root: A directory on an in-memory filesystem.
 
     Attributes:
         directory: Where the snapshots are.
-        storage: Keeps them.
+        storage: The storage that keeps them.
         machines: How many machines have them in their memories.
-        snapshots: How many this process has seen committed.
-        stall_seconds: How long training has stood still for them, as :meth:`took` was told.
+        snapshots: How many commits of snapshots this process has seen.
+        stall_seconds: How long training has stood still for them, the sum of the calls of :meth:`took`.
 
     Raises:
         ValueError: ``every`` is not at least 1, or ``root`` is a URL.
@@ -95,9 +95,9 @@ class MemoryTier:
         self.stall_seconds = 0.0
         self._every = every
         self._last = 0
-        self._record: int | None = None  # a descriptor, whose lock says that the run is alive
+        self._record: int | None = None  # descriptor of the record file, locked while the run is alive
         self._server: MemoryServer | None = None
-        self._kept: list[str] = []  # the oldest first
+        self._kept: list[str] = []  # paths of the snapshots, oldest first
         self._has_failed = False
 
     def settings(self, strategy: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class MemoryTier:
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def found(self) -> str | None:
-        """Return the directory for look-ups; None if it is missing or, with a warning, belongs to others."""
+        """Return the directory for look-ups; None if it is missing or, with a warning, belongs to another user."""
         if not os.path.lexists(self._place):
             return None
         try:
@@ -126,7 +126,7 @@ class MemoryTier:
         return self.directory
 
     def begin(self) -> str:
-        """Make the directory, on rank 0; return the token for :meth:`is_seen` on the others.
+        """Make the directory, on rank 0; return the token for :meth:`is_seen` on the other ranks.
 
         Raises:
             StorageError: There is no such memory, or another user has the directory.
@@ -180,10 +180,10 @@ class MemoryTier:
         self._kept = [entry.path for entry in sorted(entries, key=lambda entry: entry.modified)]
 
     def is_seen(self, token: str) -> bool:
-        """Return whether this rank sees the memory of rank 0: not from another machine or container.
+        """Return whether this rank sees the memory of rank 0: on another machine or in another container it does not.
 
         Args:
-            token: What :meth:`begin` has returned on rank 0.
+            token: The token that :meth:`begin` has returned on rank 0.
         """
         return _read(self._place).get("token") == token
 
@@ -193,7 +193,7 @@ class MemoryTier:
         The lowest rank of each machine serves its memory to the others.
 
         Args:
-            agreement: How the ranks agree.
+            agreement: The agreement of these ranks.
             ranks: The ranks that save together.
 
         Raises:
@@ -205,7 +205,7 @@ class MemoryTier:
         addresses = PrefixStore(f"memory-{ranks.session}", store)
         place = agreement.from_rank_zero("memory", self._place)
         served: list[int] = []
-        locked: list[int] = []  # until the rank that serves has locked it
+        locked: list[int] = []  # this rank's lock on the record, held until the rank that serves has locked it
 
         def be_seen() -> None:
             if self._place != place:
@@ -242,7 +242,7 @@ class MemoryTier:
         self.storage = MachinesStorage(self._place, machines, mine, ranks.key("memory"), self.directory)
 
     def begin_at(self, step: int) -> None:
-        """Count from a step, at which training begins or continues."""
+        """Count steps from ``step``, at which training begins or continues."""
         self._last = step
 
     def _refuse_others(self) -> None:
@@ -268,7 +268,7 @@ class MemoryTier:
 
         Args:
             step: The step of the training.
-            name: The name of the snapshot, with a place for the step.
+            name: The name of the snapshot, with ``{}`` for the step.
             is_busy: Whether the previous snapshot is still being written; this one is then skipped.
         """
         if self._has_failed or is_busy:
@@ -281,17 +281,17 @@ class MemoryTier:
         """Delete the snapshots in this machine's memory that the next one replaces.
 
         Args:
-            path: The path of the next one, as named by rank 0.
+            path: The path of the next snapshot, as chosen by rank 0.
         """
         with contextlib.suppress(CheckpointError):
-            if self.machines > 1:  # this machine has not seen the commits of other machines
+            if self.machines > 1:  # this machine is not notified of the commits of other machines
                 self._look(MemoryStorage(self._place))
-            for old in [kept for kept in self._kept if kept != path][:-1]:  # the newest stays until then
+            for old in [kept for kept in self._kept if kept != path][:-1]:  # the newest stays until the commit
                 self._kept.remove(old)
                 self.storage.set_aside(old)
 
     def took(self, seconds: float) -> None:
-        """Note for how long training stood still."""
+        """Add the seconds for which training stood still for a snapshot."""
         self.stall_seconds += seconds
 
     def __getstate__(self) -> dict[str, Any]:
@@ -307,7 +307,7 @@ class MemoryTier:
             self.fail(event.error)
 
     def fail(self, reason: object) -> None:
-        """Take no more snapshots, and say why, once."""
+        """Take no more snapshots, and log the reason, once."""
         if not self._has_failed:
             self._has_failed = True
             logger.warning("this run takes no more snapshots in memory, and saves to disk only: %s", reason)
@@ -331,16 +331,16 @@ class MemoryTier:
                 self._server.close()
 
     def end(self) -> None:
-        """Delete the snapshots: the run has ended as it should. Does nothing where :meth:`begin` was not called."""
+        """Delete the snapshots, after the run has ended regularly. Does nothing if :meth:`begin` was not called."""
         if self._record is not None:
-            record = os.dup(self._record)  # it stays locked
+            record = os.dup(self._record)  # keeps the lock while leave() closes the other descriptor
             self.leave()
             _delete(self._place, record)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInMemory:
-    """The snapshots of one run.
+    """The snapshots of one run in memory, as found by :func:`runs_in_memory`.
 
     Attributes:
         directory: Where they are.
@@ -358,7 +358,7 @@ class RunInMemory:
         return f"{self.directory} ({size_in_words(self.bytes)}, of {self.run or 'an unknown run'})"
 
     def delete(self) -> bool:
-        """Delete them, unless the run has begun again; return whether they are gone."""
+        """Delete the snapshots, unless the run has begun again; return whether they are gone."""
         with contextlib.suppress(OSError):
             record = os.open(f"{self.directory}/{_RECORD}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             _delete(self.directory, record)
@@ -366,7 +366,7 @@ class RunInMemory:
 
 
 def runs_in_memory(root: StrPath = MEMORY_ROOT) -> Sequence[RunInMemory]:
-    """Return the snapshots of this user's runs in the memory of this machine, also of those that are gone."""
+    """Return the snapshots of this user's runs in the memory of this machine, including runs that are not alive."""
     home, found = f"{local_path(root)}/ckpt-{os.geteuid()}", []
     with contextlib.suppress(OSError):
         for entry in sorted(os.listdir(home)):
@@ -401,12 +401,12 @@ def _is_locked(directory: str) -> bool:
 
 
 def _lock_record(place: str) -> int:
-    """Lock the record of a run that is alive, and return its descriptor; FileNotFoundError if it is being deleted."""
+    """Lock the record of a run while it is alive; return the descriptor. FileNotFoundError if it is being deleted."""
     path = f"{place}/{_RECORD}"
     record = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(record, fcntl.LOCK_SH)  # held by others only for the moment of a look or a deletion
+            fcntl.flock(record, fcntl.LOCK_SH)  # waits at most for a check or a deletion, which lock it exclusively
         if not os.path.samestat(os.stat(path), os.fstat(record)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     except BaseException:
@@ -416,8 +416,8 @@ def _lock_record(place: str) -> int:
 
 
 def _delete(directory: str, record: int) -> None:
-    """Delete the snapshots of a run, unless it is alive; ``record`` is closed."""
-    gone = f"{directory}-{uuid.uuid4().hex[:12]}"  # renamed first: a run that begins creates the directory again
+    """Delete the snapshots of a run, unless it is alive; closes ``record``."""
+    gone = f"{directory}-{uuid.uuid4().hex[:12]}"  # renamed first, because a run that begins recreates the directory
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.stat(f"{directory}/{_RECORD}"), os.fstat(record)):

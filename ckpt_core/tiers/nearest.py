@@ -1,4 +1,4 @@
-"""Both tiers as one storage to read from: of each checkpoint, the nearest copy that is whole."""
+"""Both tiers as one storage to read from: of each checkpoint, the local copy, or the upload if that is damaged."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: What a copy is passed over for.
+#: Errors for which a local copy is passed over.
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError, StorageError)
 
-# Each damaged copy is warned of once, although both a look-up and the load after it read it.
+# Damaged copies that were warned about: a warning is logged once, although a look-up and the load after it read a copy.
 _DAMAGED: set[tuple[str, Identity]] = set()
 
 
 class TieredStorage(Storage):
-    """Two tiers as one storage. Paths of either are taken; what is listed has paths of the tier that was asked for."""
+    """Two tiers as one storage. It accepts paths of either tier; listings have paths of the tier that was asked for."""
 
     def __init__(
         self, tiers: Tiers, *, local: Storage | None = None, storage_options: dict[str, Any] | None = None
@@ -45,11 +45,11 @@ class TieredStorage(Storage):
 
     @functools.cached_property
     def remote(self) -> Storage:
-        """Keeps the uploads; opened when it is needed, because clients do not survive a fork."""
+        """The storage of the uploads; opened on first use, because clients do not survive a fork."""
         return self.tiers.storage(self._storage_options)
 
     def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
-        """Return what ``read`` returns for the local copy of a checkpoint, or the other if that is not whole."""
+        """Call ``read`` on the local copy of a checkpoint, or on the upload if the local copy is missing or damaged."""
         local = self.tiers.local_path(path)
         identity = self.local_identity(path)
         if identity is not None:
@@ -64,20 +64,20 @@ class TieredStorage(Storage):
         return read(self.remote, self.tiers.remote_path(path))
 
     def local_identity(self, path: str) -> Identity | None:
-        """Return the identity of a checkpoint's local copy; None if there is none, or it is known to be damaged."""
+        """Return the identity of a checkpoint's local copy; None if there is none or it is known to be damaged."""
         local = self.tiers.local_path(path)
         identity = identity_of(local)
         return None if identity is None or (local, identity) in _DAMAGED else identity
 
     def can_replace(self, path: str, identity: Identity, error: CheckpointError) -> bool:
-        """Return whether the upload may take the place of a damaged local copy, and warn that it does."""
+        """Return whether the upload can be read instead of a damaged local copy; if so, log a warning."""
         remote, local = self.tiers.remote_path(path), self.tiers.local_path(path)
         if isinstance(error, StorageError) and error.errno == errno.EISDIR:
-            return False  # not damaged: of the other layout
+            return False  # not damaged, but a checkpoint of the other layout
         try:
             known = read_ledger(self.remote, os.path.dirname(remote)).get(os.path.basename(remote))
             if known is not None and known.inode != identity.inode:
-                return False  # made of an earlier save
+                return False  # the upload is of another save
             if not identity.is_in(self.remote, remote):
                 return False
         except CheckpointError:

@@ -1,4 +1,4 @@
-"""Which path of one tier is which path of the other."""
+"""The two tiers of a run, local directory and upload target, and the mapping of paths between them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """A fast local directory in which checkpoints are committed, and the place to which they are uploaded from there.
+    """A fast local directory in which checkpoints are committed, and the URL or directory to which they are uploaded.
 
-    A checkpoint has the same path relative to both, and may be named by either of its two full paths.
+    A checkpoint has the same path relative to both, and methods accept either of its two full paths.
 
     Args:
         local_dir: Directory on a local disk.
@@ -29,7 +29,7 @@ class Tiers:
         remote: The storage of the uploads; by default, ``upload_to`` decides.
 
     Raises:
-        ValueError: A value makes no sense; the message begins with the option's name.
+        ValueError: A value is invalid; the message begins with the option's name.
 
     Examples:
         >>> from ckpt_core.tiers import Tiers
@@ -51,7 +51,7 @@ class Tiers:
         check_options({"keep_local": or_none(check_count)}, vars(self))
         if is_remote(self.local_dir):
             raise ValueError(f"local_dir must be a directory on a local disk, not {self.local_dir!r}")
-        # The only way to set a frozen field.
+        # object.__setattr__, because the dataclass is frozen.
         object.__setattr__(self, "local_dir", _normal(self.local_dir))
         object.__setattr__(self, "upload_to", _normal(self.upload_to))
         for inner, outer in ((self.local_dir, self.upload_to), (self.upload_to, self.local_dir)):
@@ -73,7 +73,7 @@ class Tiers:
             keep_local: As for the class.
 
         Raises:
-            ValueError: One of the options is missing or makes no sense.
+            ValueError: One of the options is missing or invalid.
         """
         check_two_tiers(local_dir, upload_to, keep_local)
         if local_dir is None:
@@ -88,7 +88,7 @@ class Tiers:
         """Return where the checkpoint or directory ``path``, of either tier, is on the local disk.
 
         Raises:
-            StorageError: It lies in neither.
+            StorageError: It lies in neither tier.
         """
         return self._joined(self.local_dir, path)
 
@@ -96,15 +96,15 @@ class Tiers:
         """Return where the checkpoint or directory ``path``, of either tier, is uploaded to.
 
         Raises:
-            StorageError: It lies in neither.
+            StorageError: It lies in neither tier.
         """
         return self._joined(self.upload_to, path)
 
     def storage(self, storage_options: dict[str, Any] | None) -> Storage:
-        """Return what keeps the uploads.
+        """Return the storage of the uploads.
 
         Args:
-            storage_options: For fsspec, if ``upload_to`` is a URL.
+            storage_options: Options for fsspec, if ``upload_to`` is a URL.
         """
         return self.remote or storage_for(self.upload_to, storage_options if is_remote(self.upload_to) else None)
 
@@ -126,7 +126,7 @@ class Tiers:
                 return relative
         if is_remote(normal):
             return None
-        # Lightning follows symbolic links before it saves.
+        # Lightning resolves symbolic links before it saves.
         return _relative(os.path.realpath(normal), os.path.realpath(self.local_dir))
 
 

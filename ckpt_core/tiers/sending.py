@@ -1,4 +1,4 @@
-"""One checkpoint from the local tier to the remote one: copied there, uploaded, or known to be there already."""
+"""Upload of one checkpoint from the local tier to the remote one, or a copy within the store if it is there already."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _NO_LIMIT = 3600.0  # seconds to wait for other ranks, of which there are none
 
 
 class _ReplacedError(CheckpointError):
-    """The local copy was replaced or removed while it was being read; whoever did that asks for what is next."""
+    """The local copy was replaced or removed while it was being read; that save or removal queues its own upload."""
 
 
 class Sender:
-    """Makes checkpoints of the remote tier what they are in the local one."""
+    """Uploads, removes and lists checkpoints of the remote tier, and keeps its ledger."""
 
     def __init__(self, storage: TieredStorage) -> None:
         self._storage = storage
@@ -52,8 +52,8 @@ class Sender:
     def send(self, path: str, say: Callable[[int, int, float], None]) -> int | None:
         """Upload a checkpoint, by its local path, and return its size in bytes; None if there is nothing to upload.
 
-        If it takes long, ``say`` is called now and then with the bytes that are sent, those in all, and the seconds. If
-        it fails, what was uploaded before is untouched.
+        If it takes long, ``say`` is called now and then with the bytes sent, the total bytes, and the seconds so far.
+        If it fails, an earlier upload of that name is untouched.
         """
         identity = identity_of(path)
         remote = self._tiers.remote_path(path)
@@ -62,7 +62,7 @@ class Sender:
         if identity is None or known.get(name) == identity:
             return None
         twins = [twin for twin, other in known.items() if identity.is_copy_of(other) and twin != name]
-        if name in known:  # until the upload is complete, what is there is unknown
+        if name in known:  # until the upload is complete, it is unknown which checkpoint is there
             self._note(directory, name, None)
         try:
             size = self._copy(f"{directory}/{twins[0]}", remote, identity) if twins else None
@@ -71,7 +71,7 @@ class Sender:
         except (_ReplacedError, CheckpointNotFoundError, CheckpointCorruptedError):
             if identity_of(path) == identity:
                 raise
-            return None  # replaced while it was read: its files are of two saves
+            return None  # replaced while it was read, so the bytes read may be of two saves
         self._note(directory, name, identity)
         if not self._is_what_is_there(remote, identity):
             logger.warning("another process has written to %s meanwhile: give each run a directory of its own", remote)
@@ -79,7 +79,7 @@ class Sender:
         return size
 
     def _is_what_is_there(self, remote: str, identity: Identity) -> bool:
-        """Return whether nobody has replaced an upload before it was recorded: the record would tell of another one."""
+        """Return whether the upload is still there, not replaced by another process before it was recorded."""
         there = self._storage.remote
         try:
             if identity.save is not None:
@@ -100,7 +100,7 @@ class Sender:
             local = counted(copy.copy(self._storage.local))
 
         def check() -> None:
-            # Otherwise the record would name this upload as a copy of another checkpoint.
+            # Otherwise the ledger would record this upload under the identity of another checkpoint.
             if identity_of(path) != identity:
                 raise _ReplacedError("the checkpoint was replaced while it was being uploaded", path=path)
 
@@ -111,7 +111,7 @@ class Sender:
         return copy_directory(there, lambda: (local, path), remote, joint, is_alone=is_alone, before_commit=check)
 
     def _copy(self, twin: str, remote: str, identity: Identity) -> int | None:
-        """Copy within the remote tier what it has under another name; None if it has not any more."""
+        """Copy within the remote tier a checkpoint that it has under another name; None if that is gone."""
         there = self._storage.remote
         try:
             if identity.save is None:
@@ -134,9 +134,9 @@ class Sender:
             self._names.get(directory, set()).discard(name)
 
     def leftovers(self, directory: str, ending: str, names: set[str]) -> list[str]:
-        """Return the local checkpoints that are not in the remote tier as they are, the newest first.
+        """Return the paths of local checkpoints that were not uploaded since their last save, the newest first.
 
-        Those of ``names`` count that have the ``ending``, or are directories.
+        Only checkpoints of ``names`` that have the ``ending``, or are directories, are considered.
         """
         remote = self._tiers.remote_path(directory)
         self._storage.remote.remove_orphans(remote)
@@ -160,9 +160,8 @@ class Sender:
             for path, identity in self._local(directory)
             if known.get(os.path.basename(path)) == identity
         ]
-        newest: dict[
-            tuple[float, int], bool
-        ] = {}  # of copies, which are equally old, first the one that is named for all
+        # By commit time and inode: whether a name has no digits, as last.ckpt, which is first of equally old copies.
+        newest: dict[tuple[float, int], bool] = {}
         for identity, path in uploaded:
             age = (identity.committed, identity.inode)
             newest[age] = newest.get(age, False) or not any(map(str.isdigit, os.path.basename(path)))
@@ -173,9 +172,9 @@ class Sender:
                 self._storage.local.remove(path)
 
     def uploaded_in(self, directory: str) -> list[str]:
-        """Return the local paths of the checkpoints of a directory that are in the remote tier, which is asked once.
+        """Return the local paths of the checkpoints of a directory that are in the remote tier; lists it only once.
 
-        If that does not answer, those count that this process has uploaded.
+        If the remote tier does not answer, only the checkpoints that this process has uploaded are returned.
         """
         there, remote = self._tiers.remote_path(directory), self._storage.remote
         with self._lock:

@@ -1,4 +1,4 @@
-"""Uploads committed checkpoints in the background, in order, and removes them there; no failure is lost."""
+"""The uploader: uploads committed checkpoints in the background, in order, and removes them; no failure is lost."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 Delete = Callable[[], None]
 
-_SECONDS_WITHOUT_A_WORD = 3.0  # in which most uploads end
+_SECONDS_WITHOUT_A_WORD = 3.0  # how long close() waits without a log line; most uploads end in this time
 
 
 class Uploader:
-    """Brings the remote tier to where the local one is, checkpoint by checkpoint, on a thread of its own.
+    """Uploads checkpoints from the local to the remote tier, one after the other, on a thread of its own.
 
-    A listener: each commit that it hears of is uploaded. Uploads run in the order of the commits. The oldest that has
-    failed is tried again before the next; a checkpoint that is removed before its turn is not uploaded. What the remote
-    tier is to remove goes when all uploads asked for before have succeeded, so that it always has the newest checkpoint
-    that it ever had. ``queue`` has what is under way, and the failures.
+    It is a listener: each committed checkpoint is uploaded, in the order of the commits. Before each upload, the oldest
+    failed one is tried again. A checkpoint that is removed before its turn is not uploaded. Removals from the remote
+    tier wait until all earlier uploads have succeeded, so that it always keeps the newest checkpoint that it ever had.
+    ``queue`` holds the jobs under way, and the failures.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Uploader:
             self.upload(event.path)
 
     def uploaded_in(self, directory: str) -> list[str]:
-        """Return the local paths of the checkpoints of a directory that are in the remote tier, which is asked once."""
+        """Return the local paths of the checkpoints of a directory that are in the remote tier; lists it only once."""
         return self._sender.uploaded_in(directory)
 
     def upload(self, path: str) -> None:
-        """Upload the checkpoint at ``path`` when those before are over; returns at once.
+        """Queue the upload of the checkpoint at ``path``; returns at once.
 
-        Of those that have failed, the oldest is tried again; the others when the store has taken one.
+        Of failed uploads, the oldest is tried again before it; the others after the next upload that succeeds.
         """
         local = self._tiers.local_path(path)
         with self._lock:
@@ -71,9 +71,9 @@ class Uploader:
                 self._submit(self._upload_of(each))
 
     def resume(self, path: str) -> None:
-        """Upload, once for each directory, what earlier processes have committed next to ``path`` and not uploaded.
+        """Queue, once per directory, the uploads of checkpoints next to ``path`` that earlier processes did not upload.
 
-        What has the same ending, or is a directory too, counts.
+        Checkpoints are the files with the same ending as ``path``, and directories.
         """
         directory, ending = os.path.dirname(self._tiers.local_path(path)), os.path.splitext(path)[1]
         with self._lock:
@@ -89,7 +89,7 @@ class Uploader:
         self._submit(Job(directory, look, "search for leftovers", is_pending=False, raises=False))
 
     def remove(self, path: str, delete: Delete) -> None:
-        """Delete both copies of a checkpoint: the local one now, or when its upload is over if that has begun."""
+        """Delete both copies of a checkpoint: the local one now, or, if its upload has begun, when that is over."""
         local = self._tiers.local_path(path)
         with self._lock:
             self._unsent.pop(local, None)
@@ -102,15 +102,15 @@ class Uploader:
         self._submit(Job(local, act, "removal", is_pending=False, raises=False))
 
     def close(self) -> None:
-        """Wait for everything, and say so if that means to wait for uploads. It may be used again.
+        """Wait for all jobs, and log a line if that takes long. The uploader may be used again afterwards.
 
-        The newest goes next: whoever ends the run may not let the others end. What a store that has failed for minutes
-        does not take is left to the next run.
+        The newest checkpoint is uploaded next, because the process may be killed before the others end. If the store
+        has failed for minutes, the remaining uploads are left to the next run.
         """
         with self._lock:
             waiting = [job.path for job in self.queue.waiting() if job.is_pending]
             if len(waiting) > 1:
-                newest = max(reversed(waiting), key=_committed)  # a path that is saved again keeps its place
+                newest = max(reversed(waiting), key=_committed)  # not the last: a path saved again keeps its place
                 self.queue.cancel(newest)
                 self._submit(self._upload_of(newest), place="next")
         if not self.queue.wait(timeout=_SECONDS_WITHOUT_A_WORD):
@@ -144,7 +144,7 @@ class Uploader:
     def _report(self, job: Job, error: CheckpointError, level: int) -> None:
         if job.is_pending and not isinstance(error, CheckpointCorruptedError):
             with self._lock:
-                self._unsent[job.path] = None  # a damaged one is not tried again
+                self._unsent[job.path] = None  # to be tried again, unlike a damaged checkpoint
         logger.log(level, "the %s of %s failed: %s", job.what, job.path, error)
         if job.is_pending:
             notify(self._listeners, UploadFailed(path=job.path, error=str(error)))
