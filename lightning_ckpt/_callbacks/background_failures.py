@@ -1,4 +1,4 @@
-"""Surfaces failures of saves in the training loop, on every rank at the same batch."""
+"""Raises failures of background saves in the training loop, on every rank after the same batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_ckpt.sharded import ShardedCheckpointIO
 def raise_as_rank_0(trainer: Any, action: Callable[[], None]) -> None:
     """Run ``action``; if that raises a :class:`CheckpointError` on rank 0, raise it on every rank, as the same class.
 
-    Called on all ranks together. Without it the other ranks would wait for one that has left.
+    Called on all ranks together. Without it, the other ranks would wait for the rank that raised.
     """
     several = trainer.world_size > 1
     raise_together(action, (lambda mine: [trainer.strategy.broadcast(mine)]) if several else None)
 
 
 class OutcomeWatch(Live):
-    """Watches the saves of a Trainer that has one of our plugins, its processes connected; else does nothing."""
+    """Watches the saves of a Trainer whose processes are connected; does nothing without one of our plugins."""
 
     def __init__(self, trainer: Any) -> None:
         plugin = trainer.strategy.checkpoint_io
@@ -36,10 +36,10 @@ class OutcomeWatch(Live):
         if self._checkpointer is not None:
             store = connect_store(rank, world_size, trainer.strategy.broadcast) if world_size > 1 else None
             self._outcome = RunOutcome(self._checkpointer, store, rank, world_size)
-        # the failures of the other plugin are raised on all ranks already
+        # ShardedCheckpointIO already raises its failures on all ranks
         self._raises_as_rank_0 = isinstance(plugin, TorchFileIO)
         if isinstance(plugin, ShardedCheckpointIO) or (self._raises_as_rank_0 and world_size > 1):
-            # There is no hook of a callback for this: a save of bare weights calls none.
+            # A callback's hooks do not suffice: a weights-only save calls none.
             self._unwatch = wrap(trainer.strategy, "save_checkpoint", functools.partial(self._save, trainer))
 
     def _save(self, trainer: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -61,19 +61,19 @@ class OutcomeWatch(Live):
         self._outcome.at_boundary()
 
     def after_training(self, trainer: Any) -> None:
-        """Wait for the background and raise, on all ranks together, a failure that no rank has raised yet."""
+        """Wait for pending saves and raise, on all ranks together, a failure that no rank has raised yet."""
         if self._checkpointer is not None:
             self._checkpointer.drain()
             raise_as_rank_0(trainer, self._checkpointer.raise_failure)
 
     def after_exception(self) -> None:
-        """Wait for the background; its failures were logged and must not hide the exception that is being raised."""
+        """Wait for pending saves; their failures were logged and must not hide the exception that is being raised."""
         self._unwatch()
         if self._checkpointer is not None:
             self._checkpointer.close(raises=False)  # Lightning calls no teardown after an exception
 
     def close(self) -> None:
-        """Wait for the background, free its memory and raise what was not raised yet."""
+        """Wait for pending saves, free their memory and raise a failure that was not raised yet."""
         self._unwatch()
         if self._checkpointer is not None:
             self._checkpointer.close()

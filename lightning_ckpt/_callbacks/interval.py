@@ -1,4 +1,4 @@
-"""``interval="auto"``: the callback saves when what a save costs and how often the run fails say so."""
+"""``interval="auto"``: saves at an interval computed from the cost of saves and the rate of failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_ckpt._report import announce, summary_of
 
 
 class AutoInterval(Live):
-    """Follows the steps of one fit, whose processes are connected."""
+    """Saves after the steps of one fit at which its schedule says so; created once the processes are connected."""
 
     def __init__(self, interval: SaveInterval, trainer: Any) -> None:
         self.schedule = SaveSchedule(interval, trainer.world_size)
@@ -21,12 +21,12 @@ class AutoInterval(Live):
         self._stops = False
 
     def begin(self) -> None:
-        """Begin to count; called when all that a resume restores is there."""
+        """Start the schedule; called after a resume has restored everything."""
         self._step, self._stops = self._trainer.global_step, False
         self.schedule.begin(self._step)
 
     def after_batch(self, save: Callable[[], None]) -> None:
-        """Save if that is due: after a batch in which the optimizers stepped, on all ranks together."""
+        """Save if a save is due; called after each batch on all ranks together, ignored if no optimizer stepped."""
         step = self._trainer.global_step
         if step == self._step:
             return
@@ -46,7 +46,7 @@ class AutoInterval(Live):
         self.schedule.took(time.monotonic() - begin)
 
     def _ends_here(self) -> bool:
-        # When training has ended, its epoch counts as over, also in the middle: a run that is given more steps would
-        # begin with the next one.
+        # When training ends in the middle of an epoch, Lightning counts the epoch as over. If only the save after that
+        # existed, a run resumed with more steps would begin with the next epoch.
         stops, self._stops = self._stops, bool(self._trainer.should_stop)
         return self._step == self._trainer.max_steps or (self._stops and not stops)

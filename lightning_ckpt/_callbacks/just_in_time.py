@@ -1,4 +1,4 @@
-"""When a rank dies under DDP or HSDP, others save what it held, too (:mod:`ckpt_core.survivors`)."""
+"""Just-in-time saves: when a rank dies under DDP or HSDP, the others save its state (:mod:`ckpt_core.survivors`)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class JustInTime:
-    """Notes what this rank alone has, and saves when another one dies.
+    """Notes this rank's own state during training, and saves a checkpoint when another rank dies.
 
-    Made on all ranks together, when the model is set up. Survivors wait ``wait_seconds`` for each other.
+    Created on all ranks together, when the model is set up. Survivors wait ``wait_seconds`` for each other.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class JustInTime:
         return why_not_replicas(type(strategy).__name__, modules, trainer.optimizers, are_replicas=are_replicas)
 
     def problem_of_place(self) -> str | None:
-        """Return why survivors could not meet, in words; called on all ranks together."""
+        """Return why survivors could not meet, in words; None if they can. Called on all ranks together."""
         strategy = self._trainer.strategy
         if not is_remote(self._directory):
             return None
-        strategy.barrier("lightning_ckpt.just_in_time")  # each has made its file
+        strategy.barrier("lightning_ckpt.just_in_time")  # after it, each rank has created its file
         return None if strategy.reduce_boolean_decision(self._survivors.sees_all, all=True) else NO_PLACE
 
     @property
@@ -84,7 +84,7 @@ class JustInTime:
         return self._survivors.is_rank_gone()
 
     def close(self) -> None:
-        """Training came to its end, or is given up."""
+        """Stop noting and watching: training has ended or is abandoned."""
         self._state.at_moment = None
         self._survivors.close(remove=self._trainer.state.status != "interrupted")
 
@@ -92,7 +92,7 @@ class JustInTime:
 
     def _note(self) -> None:
         if self._versions_at_start is not None:
-            if self._weights.versions == self._versions_at_start:  # what it was resumed from is saved already
+            if self._weights.versions == self._versions_at_start:  # no new weights: the start is saved already
                 own = self._state.capture_alone(is_start=True)
                 if own is not None:
                     self._survivors.note_start(own)
@@ -105,14 +105,14 @@ class JustInTime:
             self._survivors.note(own)
 
     def backward_begins(self) -> None:
-        """The gradients will be exchanged: note what the step has drawn and logged."""
+        """Note what this step has drawn from generators and logged, before gradients are exchanged."""
         if getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
             first, *others = self._state.capture_step()
             first["per_rank"]["buffers"] = self._own_buffers()
             self._survivors.note_exchange(first, *others)
 
     def _own_buffers(self) -> dict[str, Any]:
-        """Return the buffers that training changes, where each rank has others."""
+        """Return the buffers that training changes, if each rank has its own (HSDP); otherwise nothing."""
         if self._shards is None:
             return {}
         changed = {id(buffer) for buffer in self._weights.buffers}
@@ -122,9 +122,9 @@ class JustInTime:
     # ---- when something has failed -----------------------------------------------------------------------------------
 
     def rescue(self, error: BaseException, path_of: Callable[[int], str]) -> str | None:
-        """Save if an exception comes of the loss of another rank, and this is the one to do it; return where, or None.
+        """Save if ``error`` is due to the loss of another rank; return the path, or None if this rank saved nothing.
 
-        ``path_of`` returns where to save, for a number of optimizer steps.
+        ``path_of`` returns the path of the checkpoint for a number of optimizer steps.
         """
         with ignoring_signals():
             if not self._survivors.is_loss(error):
@@ -137,9 +137,9 @@ class JustInTime:
             return path if saved else None
 
     def _held(self) -> int | None:
-        """Return the number of the noted step whose weights are still there.
+        """Return the number of the noted step whose weights this rank still holds; None if there is none.
 
-        Between two steps, callbacks may have counted what they must not count again: that is a state of its own.
+        Between two steps, callbacks may have counted what they must not count twice, so that point is noted separately.
         """
         noted = self._survivors.last
         are_unchanged = self._weights.are_noted
@@ -160,7 +160,7 @@ class JustInTime:
         for rank, own in enumerate(rescue.ranks):
             if any(own["replicated"][name] != mine[name] for name in ("phase", "progress")):
                 notes.add(f"rank {rank} was lost at another point of the step than rank {trainer.global_rank}")
-        if rescue.number < self._survivors.last:  # whose callbacks have counted since
+        if rescue.number < self._survivors.last:  # this rank's callbacks have counted since
             notes.add(f"rank {trainer.global_rank} had come further than the point that is saved")
         common = {"world_size": trainer.world_size, "notes": sorted(notes), "post_local_sgd": {}}
         self._state.joined = join_ranks(
@@ -176,7 +176,7 @@ class JustInTime:
         return RescueSave(rescue, path, rank=self._trainer.global_rank, **options)
 
     def _write(self, rescue: Rescue, path: str) -> dict[str, Any]:
-        """Write the files of the ranks for which this one writes."""
+        """Write the files of the ranks on whose behalf this rank writes."""
         checkpoint, module = self._checkpoint(rescue), self._trainer.lightning_module
         self._metadata = metadata_of(checkpoint)
         about = {"buffers": buffers_by_name(module), "frozen": frozen_parameters(module)}
@@ -193,5 +193,5 @@ class JustInTime:
 
 
 def _shards_of(trainer: Any) -> list[int] | None:
-    """Return which shard each rank holds, where others hold the same ones (HSDP)."""
+    """Return which shard each rank holds if other ranks hold copies of it (HSDP); None otherwise."""
     return shards_of([trainer.lightning_module], trainer.world_size)

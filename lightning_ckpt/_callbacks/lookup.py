@@ -1,12 +1,11 @@
-"""What ``ckpt_path="last"`` and ``"best"`` find among a callback's checkpoints: on disks, on stores, after a requeue.
+"""Finds the checkpoints for ``ckpt_path="last"`` and ``"best"``: on disks, on stores, and after a SLURM requeue.
 
 ``ModelCheckpoint`` and the Trainer look at directories through fsspec, without the ``storage_options`` of the plugin.
-On a store that needs them they fail, or take a directory for empty and start from scratch. Listings that fsspec
-remembers hide files that were saved since. And ``"best"`` is a question to a callback that, before ``setup``, knows no
-Trainer.
+On a store that needs them they fail, or take a directory for empty and start from scratch. Listings cached by fsspec
+hide files that were saved since. And a callback that is asked for ``"best"`` before ``setup`` has no Trainer yet.
 
 When SLURM requeues a job, Lightning saves at ``hpc_ckpt_N.ckpt`` in ``default_root_dir``, which may be the working
-directory of several experiments. It belongs to a run whose checkpoints are in the same directory as those of this one.
+directory of several experiments. Such a file is this run's if it records the directory of this run's checkpoints.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ckpt_core.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
-#: In storage_options; fsspec does not know them.
+#: Keys of storage_options that are for our own clients; fsspec does not know them.
 _OF_OUR_CLIENTS = ("backend", "client_options", "follow_links", "retry_config")
 _STOCK_HINT = r'.*\(ckpt_path="last"\) is set, but there is no last checkpoint available'
 _NAME = re.compile(r"hpc_ckpt_(\d+)\.ckpt$")
@@ -43,37 +42,37 @@ _Order = Callable[[list[CheckpointInfo]], list[CheckpointInfo]]
 class Lookup:
     """Finds what one callback has saved: the newest checkpoint that verifies, and the best.
 
-    ``suffix`` is that of the names of checkpoints, ``last`` the beginning of names of copies of the newest one;
-    ``levels`` how many directories deep names with slashes lead.
+    ``suffix`` is that of checkpoint names, ``last`` the prefix of names of copies of the newest checkpoint, and
+    ``levels`` the number of subdirectories in names with slashes.
     """
 
     suffix: str
     last: str
-    passed_over: set[str] = dataclasses.field(default_factory=set)  # by the look-up before: damaged, or stepped over
+    passed_over: set[str] = dataclasses.field(default_factory=set)  # by the last look-up: damaged, or crashed too often
     storage_options: dict[str, Any] | None = None
     tiers: Tiers | None = None
     levels: int = 0
     _best: str | None = None
 
     def reach_by(self, storage_options: dict[str, Any] | None, tiers: Tiers | None) -> None:
-        """Learn how to reach the checkpoints."""
+        """Set how the checkpoints are accessed."""
         if (storage_options, tiers) != (self.storage_options, self.tiers):
-            self._best = None  # may not have been found without them
+            self._best = None  # the earlier options may not have found it
         self.storage_options, self.tiers = storage_options, tiers
 
     def catalog(self, directory: str, memory: str | None = None) -> Catalog:
-        """Return what is in a directory, and in the ``memory`` of this machine."""
+        """Return the catalog of a directory, and of the snapshots in this machine's ``memory`` if that is given."""
         options, tiers, levels = self.storage_options, self.tiers, self.levels
         return Catalog(
             directory, suffix=self.suffix, storage_options=options, tiers=tiers, memory=memory, levels=levels
         )
 
     def is_last(self, path: str) -> bool:
-        """Return whether this is the name of a copy of the newest one."""
+        """Return whether ``path`` has the name of a copy of the newest checkpoint, such as ``last.ckpt``."""
         return os.path.basename(path).startswith(self.last)
 
     def was_passed_over(self, path: str) -> bool:
-        """Return whether the look-up before has found this one, and did not take it."""
+        """Return whether the last look-up found this checkpoint and did not take it."""
         return any(is_same_path(path, other) for other in self.passed_over)
 
     def newest(
@@ -81,8 +80,8 @@ class Lookup:
     ) -> CheckpointInfo | None:
         """Return the newest checkpoint of ``directory`` that verifies, whatever its name, or one of a requeue.
 
-        ``root`` is the Trainer's ``default_root_dir``; ``attempts`` know which are stepped over. Where there are
-        checkpoints, and none verifies, that is an error.
+        ``root`` is the Trainer's ``default_root_dir``; ``attempts`` puts those last on which the run crashed too often.
+        If there are checkpoints and none verifies, that is an error.
         """
         order = list if attempts is None else attempts.in_order
         requeued = self._newest_requeued(directory, root, order)
@@ -104,12 +103,13 @@ class Lookup:
         self.passed_over = set(catalog.passed_over)
         if newest is None:
             return None
-        # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
+        # If it is the same file as a copy's (a hard link), return the copy's name: Lightning never deletes the name
+        # that a run was resumed from.
         others = [info for info in catalog.checkpoints() if self.is_last(info.path)]
         return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
 
     def _copies_first(self, infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-        # Resumed from the first one of a run, whose state knows no last.ckpt, the run would begin a last-v1.ckpt.
+        # The state in a run's first checkpoint does not know last.ckpt; resumed from it, the run would add last-v1.ckpt
         def is_original(info: CheckpointInfo) -> bool:
             return info.committed is not None and not self.is_last(info.path)
 
@@ -117,9 +117,8 @@ class Lookup:
         return [info for _, group in alike for info in sorted(group, key=is_original)]
 
     def best(self, directory: str, state_key: str, monitor: str | None) -> str:
-        """Return what the newest checkpoint says is the best one, as far as that can be used; "" if there is none."""
-        # Kept apart from what the callback has saved: a run that begins later must not take it for its own and delete
-        # it.
+        """Return the best checkpoint that the newest one records, or the newest if that is unusable; "" if none."""
+        # Kept apart from the callback's own best_model_path: a run that starts later must not delete it.
         if self._best is None:
             self._best = self._look_up_best(directory, state_key, monitor)
         return self._best
@@ -165,7 +164,7 @@ class Lookup:
         return None
 
     def older_requeued(self, directory: str, root: str, resumed: str) -> list[str]:
-        """Return the checkpoints of earlier requeues of a run that was ``resumed`` from that of the last one."""
+        """Return the checkpoints of a run's earlier requeues, if it was ``resumed`` from that of its last requeue."""
         if is_remote(root) or not resumed or _NAME.match(os.path.basename(resumed)) is None:
             return []
         if os.path.realpath(os.path.dirname(resumed)) != os.path.realpath(root):
@@ -176,13 +175,13 @@ class Lookup:
 
 
 def where_it_is(path: str, before: str | None, directory: str) -> str:
-    """Return the path of a checkpoint of ``before``, which may have been moved or copied to ``directory`` since."""
+    """Return the path of a checkpoint that was saved in ``before``, after that was moved or copied to ``directory``."""
     inside = f"{(before or '').rstrip('/')}/"
     return f"{directory.rstrip('/')}/{path[len(inside) :]}" if before and path.startswith(inside) else path
 
 
 def follow(known: Any, directory: str) -> bool:
-    """Let what a ``ModelCheckpoint`` has saved of itself follow its checkpoints to ``directory``, if they are moved."""
+    """Update a ``ModelCheckpoint``'s saved paths in place if its directory was moved; return whether it was."""
     before = known.get("dirpath") if isinstance(known, dict) else None
     if not before or before == directory:
         return False
@@ -228,7 +227,7 @@ def _is_of_run(state: Any, root: str, directory: str) -> bool:
         if isinstance(callback, Mapping) and "dirpath" in callback
     ]
     wanted, inside = os.path.realpath(directory), os.path.relpath(os.path.realpath(directory), os.path.realpath(root))
-    # the directory may have been moved since, together with what is in it
+    # the root may have been moved since, together with the directory in it
     moved = not inside.startswith("..") and inside != "."
     return any(
         path == directory or os.path.realpath(path) == wanted or (moved and path.endswith(os.sep + inside))
@@ -237,9 +236,9 @@ def _is_of_run(state: Any, root: str, directory: str) -> bool:
 
 
 def left_in_another_version(directory: str) -> str | None:
-    """Return where an earlier start of a script without ``dirpath`` has left its checkpoints, None if nowhere.
+    """Return where an earlier start of a script without ``dirpath`` saved its checkpoints; None if nowhere.
 
-    ``directory`` is where this start will leave them: ``.../version_3/checkpoints``.
+    ``directory`` is where this start saves: ``.../version_3/checkpoints``.
     """
     logs, _, version = os.path.dirname(directory).rpartition(os.sep)
     if is_remote(directory) or not version.startswith("version_"):
@@ -250,7 +249,7 @@ def left_in_another_version(directory: str) -> str | None:
 
 
 def stock_hint(*, is_shown: bool) -> None:
-    """Let Lightning's warning of ``ckpt_path="last"`` through, or not: it asks for ``save_last``, set or not."""
+    """Show or hide Lightning's warning about ``ckpt_path="last"``: it recommends ``save_last`` even if that is set."""
     others = [each for each in warnings.filters if getattr(each[1], "pattern", None) != _STOCK_HINT]
     warnings.filters[:] = others  # type: ignore[index]
     if not is_shown:
@@ -258,7 +257,7 @@ def stock_hint(*, is_shown: bool) -> None:
 
 
 def open_filesystem(directory: str, storage_options: Mapping[str, Any] | None) -> Any:
-    """Return fsspec's filesystem of a URL; it takes the options of the plugin and remembers no listings."""
+    """Return fsspec's filesystem for a URL, with the options of the plugin and without a cache of listings."""
     options = {name: value for name, value in (storage_options or {}).items() if name not in _OF_OUR_CLIENTS}
     filesystem, _ = fsspec.core.url_to_fs(directory, **{"use_listings_cache": False, **options})
     return filesystem

@@ -20,7 +20,7 @@ _MEET_SECONDS = 600.0  # as long as ranks wait for each other's part of a save
 
 
 class MemorySnapshots(Live):
-    """Saves to memory during one fit, with names that have a place for the step; all ranks in the same order."""
+    """Saves snapshots to memory during one fit, on all ranks together; ``name`` has a placeholder for the step."""
 
     def __init__(self, tier: MemoryTier, trainer: Any, checkpointer: Any, name: str) -> None:
         self.tier = tier
@@ -30,9 +30,9 @@ class MemorySnapshots(Live):
 
     @classmethod
     def begin(cls, tier: MemoryTier, trainer: Any, problem: str | None, name: str) -> MemorySnapshots | None:
-        """Return what saves; None where it cannot be, which a warning says; called on all ranks together.
+        """Start to save snapshots; return None, with a warning, if that is impossible. Called on all ranks together.
 
-        ``problem`` is why it cannot be, as far as that is known; ``name`` is a snapshot's, with a place for the step.
+        ``problem`` is a reason against it that the caller knows; ``name`` has a placeholder for the step.
         """
         strategy, token = trainer.strategy, ""
         if problem is None:
@@ -44,7 +44,7 @@ class MemorySnapshots(Live):
         if problem is None and not strategy.reduce_boolean_decision(tier.is_seen(token), all=True):
             ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
             agreement = Agreement(ranks.rank, ranks.world_size, ranks.store, _MEET_SECONDS)
-            name = name.replace("{}", f"{{}}-{ranks.session}")  # a machine may come back with an older one of that step
+            name = name.replace("{}", f"{{}}-{ranks.session}")  # a machine may return with an old snapshot of that step
             try:
                 tier.join_machines(agreement, ranks)
             except CheckpointError as error:
@@ -63,16 +63,16 @@ class MemorySnapshots(Live):
         return self.tier.covers(path)
 
     def save(self, save: Callable[[Any], Any]) -> None:
-        """Call ``save`` with the checkpointer; if it fails, that ends the snapshots and not the training."""
+        """Call ``save`` with the checkpointer; a failure ends the snapshots, not the training."""
         try:
             save(self.checkpointer)
         except CheckpointError as error:
             self.tier.fail(error)
 
     def newest(self, suffix: str, accept: Callable[[Any], bool]) -> CheckpointInfo | None:
-        """Return the newest snapshot in the memories of several machines, which are seen now; called on all ranks."""
+        """Return the newest snapshot in the memory of several machines, now that they are connected; on all ranks."""
         if self.tier.machines == 1:
-            return None  # was found before
+            return None  # ResumableCheckpoint.newest has looked already
         found: CheckpointInfo | None = None
         if self._trainer.is_global_zero:
             try:
@@ -87,7 +87,7 @@ class MemorySnapshots(Live):
         self.tier.begin_at(self._trainer.global_step)
 
     def after_batch(self) -> None:
-        """Take a snapshot if it is due, on all ranks together; rank 0 knows whether there is room and time."""
+        """Take a snapshot if one is due, on all ranks together; rank 0 decides whether there is room and time."""
         trainer = self._trainer
         if not self.tier.due(trainer.global_step):
             return
@@ -103,7 +103,7 @@ class MemorySnapshots(Live):
             self.tier.took(time.monotonic() - begin)
 
     def close(self, *, keep: bool) -> None:
-        """Wait for the last one; unless the next start may want them (``keep``), delete them."""
+        """Wait for the last snapshot; delete all unless ``keep``, which leaves them for the next start."""
         plugin = self._trainer.strategy.checkpoint_io
         if getattr(plugin, "memory", None) is self:
             plugin.memory = None

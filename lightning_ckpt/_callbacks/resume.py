@@ -1,6 +1,6 @@
-"""``resume="auto"``: what a ``fit`` without ``ckpt_path`` continues from.
+"""``resume="auto"``: finds the checkpoint that a ``fit`` without ``ckpt_path`` continues from.
 
-Each rank looks for itself, before the ranks are connected, as for ``ckpt_path="last"``. When they are, they compare
+Each rank looks on its own, before the ranks are connected, as for ``ckpt_path="last"``. Once connected, they compare
 what they have found, and rank 0 counts the attempt.
 """
 
@@ -21,25 +21,25 @@ from lightning_ckpt._routing.trainer import raise_on_all_ranks
 
 
 class AutoResume:
-    """What one callback finds, and how often the run was resumed from it.
+    """The checkpoint that one callback has found, and the count of attempts to resume from it.
 
-    After ``limit`` attempts in a row a checkpoint is stepped over; None: never.
+    After ``limit`` failed attempts in a row, an older checkpoint is tried first; None: never.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._attempts: ResumeAttempts | None = None
-        self.asked = False  # whether this fit continues from what is found
+        self.asked = False  # whether this fit resumes from what was found here
         self._chosen: CheckpointInfo | None = None
         self._newest: CheckpointInfo | None = None
 
     def look(self, directory: str, **options: Any) -> ResumeAttempts:
-        """Return what is known of attempts to resume from the checkpoints of a directory; the callback looks now."""
+        """Return the recorded attempts to resume from a directory's checkpoints, for the look-up of this fit."""
         self.asked, self._attempts = True, ResumeAttempts(directory, self._limit, **options)
         return self._attempts
 
     def choose(self, newest: CheckpointInfo | None, *, is_mine: bool) -> None:
-        """Note what the Trainer continues from, and whether this callback has found it."""
+        """Note the checkpoint that the Trainer resumes from, and whether this callback has found it."""
         self._newest = newest
         self._chosen = newest if is_mine else None
 
@@ -64,11 +64,11 @@ class AutoResume:
             self._attempts.begin(self._chosen)
 
     def is_newer(self, info: CheckpointInfo) -> bool:
-        """Return whether a checkpoint is newer than what the Trainer continues from, whoever has found that."""
+        """Return whether a checkpoint is newer than the one that the Trainer resumes from, of whichever callback."""
         return self._newest is None or newest_first([info, self._newest])[0] == info
 
     def crashed(self) -> None:
-        """Let the attempt count, however the run ends: another rank is dead."""
+        """Count the attempt as failed, however this run ends, because another rank is dead."""
         self._chosen = None
 
     def end(self, trainer: Any) -> None:
@@ -79,7 +79,7 @@ class AutoResume:
 
 
 def find_resume(trainer: Any) -> list[str | None]:
-    """Return what a ``fit`` without a path continues from, as :func:`~lightning_ckpt._private.hooks.without_a_path`."""
+    """Return what a ``fit`` without a path resumes from; for :func:`~lightning_ckpt._private.hooks.without_a_path`."""
     callbacks = [callback for callback in trainer.callbacks if getattr(callback, "auto_resume", None) is not None]
     if not callbacks:
         return []
@@ -99,13 +99,13 @@ def find_resume(trainer: Any) -> list[str | None]:
 
 
 def stable_directory(trainer: Any) -> str:
-    """Return where a callback without ``dirpath`` keeps its checkpoints, whatever version a logger gives this start."""
+    """Return where a callback without ``dirpath`` saves, independent of the version that a logger gives this start."""
     root, folder = os.fspath(trainer.default_root_dir), folder_of_run()
     return f"{root.rstrip('/')}/{folder}" if is_remote(root) else os.path.realpath(os.path.join(root, folder))
 
 
 def point_of(path: str, checkpoint: Mapping[str, Any]) -> ResumePoint:
-    """Return what a checkpoint of the Trainer says of where it was saved."""
+    """Return the step, epoch and batch at which a Trainer's checkpoint was saved."""
     try:
         batch = int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
     except (KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""Saves and loads of a Trainer or Fabric on all ranks, taken to :class:`~lightning_ckpt.ShardedCheckpointIO`."""
+"""Routes saves and loads of a Trainer or Fabric to :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks."""

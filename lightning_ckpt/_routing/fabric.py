@@ -1,4 +1,4 @@
-"""Takes ``Fabric.save`` and ``Fabric.load`` on all ranks to :class:`~lightning_ckpt.ShardedCheckpointIO`.
+"""Routes ``Fabric.save`` and ``Fabric.load`` to :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks.
 
 Fabric's DDP calls a plugin on rank 0 only, and its sharded strategies refuse one. As with the Trainer, the methods of
 the strategy are replaced on the instance.
@@ -38,10 +38,10 @@ _REST = "fabric"
 
 
 def route_fabric(fabric: Any) -> None:
-    """Let Fabric save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if it has one.
+    """Make a Fabric save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if it has one.
 
-    It is among Fabric's ``plugins``, or among ``callbacks`` where the strategy refuses plugins. Called on all ranks
-    together, before a save or a load. Does nothing a second time.
+    The plugin is among Fabric's ``plugins``, or among ``callbacks`` if the strategy refuses plugins. Called on all
+    ranks together, before a save or a load. Does nothing if called again.
     """
     strategy = fabric.strategy
     plugin = _plugin_of(fabric)
@@ -96,7 +96,7 @@ def _save(
     def save() -> None:
         try:
             parts = _parts_of(fabric, state, filter or {})
-        except Exception as error:  # of this rank alone, maybe
+        except Exception as error:  # possibly on this rank only: the others must not wait for its part
             plugin.checkpointer.refuse(target, error)
             raise
         plugin.checkpointer.save(parts, target)
@@ -118,7 +118,7 @@ def _parts_of(fabric: Any, state: Mapping[str, Any], filter: Mapping[str, Callab
             raise CheckpointError(f"{name!r} cannot be used as a file name", remedy="give it another name")
         own = _buffers(value, found)
         rest[name] = own
-        if own and is_sharded(fabric.strategy):  # each rank continues with its own statistics
+        if own and is_sharded(fabric.strategy):  # each rank resumes with its own statistics
             buffers[name] = own
         frozen = frozen_parameters(value) if isinstance(value, nn.Module) else ()
         weights = {key: item for key, item in found.items() if key not in own}
@@ -127,7 +127,7 @@ def _parts_of(fabric: Any, state: Mapping[str, Any], filter: Mapping[str, Callab
 
 
 def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model: each rank has updated its own, and DDP continues with those of rank 0, others with these."""
+    """Return a model's buffers, which each rank updates itself; DDP resumes with rank 0's, other ranks with theirs."""
     if not isinstance(value, nn.Module):
         return {}
     names = buffers_by_name(value)
@@ -173,11 +173,11 @@ def _load(
 
 
 def _rest_of(opened: Any, state: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return all but weights and optimizers, by name, with the buffers of models; and the parts that hold those."""
+    """Return by name all but weights and optimizers, including models' buffers; and the names of the other parts."""
     parts = [name for name in opened.parts if name != _REST]
     if _REST in opened.parts or is_of_trainer(opened):
         return opened.load(_REST, rank=0), parts
-    # ckpt convert has made it of a file: what the caller does not fill is plain data.
+    # A file converted by `ckpt convert`: parts that the caller has no model or optimizer for are plain data.
     given = state if isinstance(state, Mapping) else {}
     filled = [name for name in parts if isinstance(given.get(name), (nn.Module, Optimizer))]
     rest = {name: opened.load(name) for name in parts if name not in filled}
@@ -185,7 +185,7 @@ def _rest_of(opened: Any, state: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_of_others(plugin: Any, path: str, error: CheckpointError) -> bool:
-    """Return whether there is a file, such as ``load_raw`` is for, or what Fabric's own strategies write."""
+    """Return whether the path is a file, as for ``load_raw``, or was written by Fabric's own strategies."""
     if isinstance(error, CheckpointFormatError):
         return True
     options = plugin.storage_options

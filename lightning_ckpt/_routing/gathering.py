@@ -1,4 +1,4 @@
-"""Brings together on rank 0 what each rank of a Trainer holds, also when a rank may be missing."""
+"""Gathers on rank 0 the state of every rank of a Trainer, also when a rank may be missing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=30)
 
 
 def on_host(tree: Any) -> Any:
-    """Return dictionaries and lists with the tensors in them in host memory, for other processes."""
+    """Return dictionaries and lists with their tensors moved to host memory, to be sent to other processes."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().cpu()
-    if type(tree) is dict:  # users' own kinds stay what they are
+    if type(tree) is dict:  # subclasses of users are passed on unchanged
         return {key: on_host(value) for key, value in tree.items()}
     if type(tree) is list:
         return [on_host(value) for value in tree]
@@ -26,22 +26,22 @@ def on_host(tree: Any) -> Any:
 
 
 class Gathering:
-    """The ranks of one Trainer, connected beside the training; made on all ranks together."""
+    """A process group of one Trainer's ranks, separate from that of the training; created on all ranks together."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._is_alone = False
-        # a group of our own, because the training's may be NCCL, which would take the state through the accelerator
+        # the training's group may use NCCL, which would send the state through the accelerator
         connected = dist.is_available() and dist.is_initialized() and trainer.world_size > 1
         self._group: Any = dist.new_group(backend="gloo") if connected else None
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one rank, whose state goes nowhere but into the checkpoint."""
+        """Whether there is only one rank, so that its state is not sent to another process."""
         return self._group is None
 
     def all_are_here(self) -> bool:
-        """Return whether all ranks take part; called on all that do."""
+        """Return whether all ranks take part; called on all ranks that do."""
         if self._group is None or self._is_alone:
             return self._group is None
         if self._trainer.state.status == "interrupted":
@@ -54,7 +54,7 @@ class Gathering:
         return not self._is_alone
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return on rank 0 what all ranks gave; if some are missing, what rank 0 gave."""
+        """Return on rank 0 the values of all ranks, or only its own if some are missing; None on the other ranks."""
         if self._group is None:
             return [mine]
         if not self.all_are_here():
@@ -64,7 +64,7 @@ class Gathering:
         return ranks
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all ranks of a floating-point tensor, of one shape on all; that stays as it is."""
+        """Return the mean over all ranks of a floating-point tensor, which has the same shape on all of them."""
         total = tensor.detach().clone()
         if self._group is not None:
             dist.all_reduce(total, group=self._group if total.device.type == "cpu" else None)

@@ -1,9 +1,9 @@
-"""Post-localSGD: from some step on, each rank has weights of its own, which are averaged now and then.
+"""Captures and restores post-localSGD, in which each rank has its own weights, averaged every few steps.
 
 ``DDPStrategy(model_averaging_period=..., ddp_comm_state=PostLocalSGDState(...))`` averages gradients over all ranks up
-to ``start_localSGD_iter``, and from then on weights, every so many steps. Lightning saves the weights and moments of
-rank 0, and neither of the two counters. Here each rank's own are saved, and the counters; and where everybody looks for
-a model and its optimizers are the means over all ranks, which is what the next averaging would make of the weights.
+to ``start_localSGD_iter``, and from then on weights, every ``period`` steps. Lightning saves the weights and moments of
+rank 0, and neither of the two counters. This module saves those of each rank, and the counters. As the model and
+optimizers of the checkpoint, it saves the means over all ranks: the weights that the next averaging would produce.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WRAPPED = ("lightning_module_state_dict", "optimizer_state")
 
 
 def refuse_unequal_ranks(trainer: Any) -> None:
-    """Refuse that ranks write one model together whose weights will differ, where no callback makes one of them."""
+    """Raise if ranks whose weights will differ are to write one model, and no exact callback saves their mean."""
     _, hook = model_averaging(trainer.strategy)
     if isinstance(hook, PostLocalSGDState) and not any(
         getattr(callback, "exact", False) for callback in trainer.callbacks
@@ -35,7 +35,7 @@ def refuse_unequal_ranks(trainer: Any) -> None:
 
 
 class PostLocalSgd:
-    """What post-localSGD adds to the exact state of one Trainer; nothing, where it is not used."""
+    """What post-localSGD adds to the exact state of one Trainer; nothing if post-localSGD is not used."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
@@ -49,17 +49,17 @@ class PostLocalSgd:
 
     @property
     def ranks_differ(self) -> bool:
-        """Whether each rank's weights and moments are its own now."""
+        """Whether the ranks' weights and moments differ now."""
         hook = self._hook
         return self._trainer.world_size > 1 and hook is not None and hook.iter >= hook.start_localSGD_iter
 
     @property
     def _saves_means(self) -> bool:
-        """Whether what is saved now as the model is the mean over all ranks; asked on all ranks together."""
+        """Whether a save now stores the mean over all ranks as the model; evaluated on all ranks together."""
         return self._is_wrapped and self.ranks_differ and self._gathering.all_are_here()
 
     def fit_started(self) -> None:
-        """From now on, what is saved as the model and its optimizers are means where ranks differ."""
+        """From now on, save means over all ranks as the model and its optimizers, where ranks differ."""
         averager, _ = model_averaging(self._trainer.strategy)
         if averager is None or self._is_wrapped:
             return
@@ -69,7 +69,7 @@ class PostLocalSgd:
         def lightning_module_state_dict() -> dict[str, Any]:
             state = dict(state_of_module())
             names = [name for name, _ in self._trainer.lightning_module.named_parameters(remove_duplicate=False)]
-            # buffers are those of rank 0, as they are for DDP
+            # buffers stay those of rank 0, as under DDP
             return {**state, **self._means({name: state[name] for name in names if name in state})}
 
         def optimizer_state(optimizer: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class PostLocalSgd:
         found: dict[Any, torch.Tensor] = {}
         means: dict[str, Any] = {}
         for name, value in state.items():
-            # numbers such as Adam's count of steps are the same everywhere, and are no averages
+            # numbers such as Adam's step count are the same on all ranks, and must not be averaged
             if not (isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()):
                 means[name] = value
                 continue
@@ -106,7 +106,7 @@ class PostLocalSgd:
     # ---- capture and restore -----------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:
-        """What is the same on all ranks; empty where post-localSGD is not used."""
+        """Return the state that is equal on all ranks; empty if post-localSGD is not used."""
         averager, hook = model_averaging(self._trainer.strategy)[0], self._hook
         if averager is None or hook is None:
             return {}
@@ -118,7 +118,7 @@ class PostLocalSgd:
         }
 
     def capture(self) -> dict[str, Any]:
-        """What this rank has of its own; empty while all have the same."""
+        """Return this rank's own weights and moments; empty while all ranks have the same."""
         if not self.ranks_differ:
             return {}
         return {
@@ -127,7 +127,7 @@ class PostLocalSgd:
         }
 
     def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any], *, resharded: bool) -> list[str]:
-        """Undo :meth:`counters` and :meth:`capture`, when Lightning has loaded what it saves; return why it is inexact.
+        """Restore :meth:`counters` and :meth:`capture` after Lightning's own load; return why it is not exact.
 
         ``counters`` is empty if it was saved without post-localSGD. If another number of ranks saved it
         (``resharded``), all ranks continue with what Lightning has loaded.

@@ -1,6 +1,6 @@
-"""Takes saves and loads of a Trainer on all ranks to :class:`~lightning_ckpt.ShardedCheckpointIO`.
+"""Routes saves and loads of a Trainer to :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks.
 
-Lightning calls a plugin on rank 0 only, and sharded strategies pass it by. No hook gets the path and the
+Lightning calls a plugin on rank 0 only, and sharded strategies bypass it. No hook gets the path and the
 collected checkpoint, so methods of the strategy are replaced on the instance when its processes are connected.
 """
 
@@ -38,17 +38,17 @@ class _Route(Live):
 
 
 def is_routed(strategy: Any, plugin: Any = None) -> bool:
-    """Return whether the strategy saves on all ranks through a plugin of ours, or through a certain one."""
+    """Return whether the strategy saves on all ranks through ``plugin``; by default, through any plugin of ours."""
     route = vars(strategy).get(_ROUTED)
     return route is not None and plugin in (None, route.plugin)
 
 
 def route_methods(strategy: Any, plugin: Any, **methods: Callable[..., Any]) -> None:
-    """Let a strategy have other methods, which lead to the plugin, and tear it down at last."""
+    """Replace methods of a strategy with ``methods``, which call the plugin, and tear it down with the strategy."""
 
     def teardown(original: Callable[[], None]) -> None:
         original()
-        # Sharded strategies leave it out. The rest stays as it is, for saves after the fit.
+        # Sharded strategies do not call it. The other methods stay replaced, for saves after the fit.
         plugin.teardown()
 
     wrap(strategy, "teardown", teardown)
@@ -60,7 +60,7 @@ def route_methods(strategy: Any, plugin: Any, **methods: Callable[..., Any]) -> 
 def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
     """Run ``action``; if it raises a :class:`CheckpointError` on any rank, raise the first of them on every rank.
 
-    Called on all ranks together. Without it the other ranks would wait for one that has left.
+    Called on all ranks together. Without it, the other ranks would wait for the rank that raised.
     """
 
     def gather(mine: Any) -> list[Any]:
@@ -88,7 +88,7 @@ def refuse_strategy(strategy: Any) -> None:
 
 
 def route(trainer: Any) -> None:
-    """Let a Trainer save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if it has one.
+    """Make a Trainer save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if any.
 
     Called on all ranks together, once its processes are connected and before anything is loaded.
     """
@@ -97,7 +97,7 @@ def route(trainer: Any) -> None:
         return
     if not is_routed(strategy, plugin):
         _replace_methods(trainer, strategy, plugin)
-    watch_boundaries(trainer)  # of what the plugin saves with from now on
+    watch_boundaries(trainer)  # after the plugin has connected, which gives it the checkpointer that is watched
 
 
 def _replace_methods(trainer: Any, strategy: Any, plugin: Any) -> None:
@@ -150,7 +150,7 @@ def _load_into(
     options = StateDictOptions(strict=strict)
     model = get_model_state_dict(strategy.model, options=options)
     optimizers = strategy.optimizers if trainer.state.fn == "fit" else []
-    # The states that optimizers have before their first step: torch makes them for this.
+    # For optimizers that have not stepped yet, torch creates the states here, so that they can be filled.
     states = [get_optimizer_state_dict(strategy.model, optimizer, options=options) for optimizer in optimizers]
     rest, states = plugin.load_into(path, model, states, strict=strict, weights_only=weights_only)
     set_model_state_dict(strategy.model, model, options=options)
@@ -160,9 +160,9 @@ def _load_into(
 
 
 def _is_of_strategy(trainer: Any, path: str) -> bool:
-    """Return whether Lightning's own strategy has saved a directory, which it loads best; decided by rank 0.
+    """Return whether a directory was saved by Lightning's own strategy, which then loads it; decided by rank 0.
 
-    Where loading it would run code from it, or it is damaged, that is raised on all ranks.
+    Raises on all ranks if loading it would run code from it, or if it is damaged.
     """
     options = trainer.strategy.checkpoint_io.storage_options
     found: list[bool] = []
