@@ -1,4 +1,4 @@
-"""Whose a class or a file is: the user's, or of Python, a library or these packages."""
+"""Decide whether a class or a file belongs to the user, or to Python, a library or these packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Libraries, and packages of some, whose objects keep no state of a training that nobody else captures.
+# Libraries, and packages of some, whose objects hold no training state, or one that is captured in another place.
 _NAMES = """
     PIL _io _thread _weakref accelerate accelerate_ckpt aim asyncio boto3 botocore builtins ckpt_async ckpt_core
     clearml collections comet_ml concurrent contextlib ctypes datetime decimal diffusers.pipelines
@@ -30,18 +30,18 @@ _OTHERS = (
 
 
 def is_library(kind: type) -> bool:
-    """Return whether a class belongs to a library of which it is known that its objects need not be looked into."""
+    """Return whether a class belongs to a known library whose objects need not be inspected."""
     return is_librarys_module(kind.__module__)
 
 
 def is_librarys_module(name: object) -> bool:
-    """Return whether a module is of one of those libraries, by its name."""
+    """Return whether a module name belongs to one of those libraries."""
     return isinstance(name, str) and not _LIBRARIES.isdisjoint((name.partition(".")[0], ".".join(name.split(".")[:2])))
 
 
 @functools.cache
 def is_users_file(file: str | None) -> bool:
-    """Return whether a file of Python is neither installed, nor Python's, nor ours; code without a file is nobody's."""
+    """Return whether a source file is neither installed, nor Python's, nor ours; False for code without a file."""
     if not file or file.startswith("<"):
         return False
     return not any(part in file for part in _INSTALLED) and not os.path.abspath(file).startswith(_OTHERS)
@@ -49,7 +49,7 @@ def is_users_file(file: str | None) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def place_of(code: Any) -> tuple[str, int] | None:
-    """Return file and line of a class or function, for which its whole file is parsed; None if it has no source."""
+    """Return file and line of a class or function, parsing its whole file; None if it has no source."""
     try:
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
@@ -58,7 +58,7 @@ def place_of(code: Any) -> tuple[str, int] | None:
 
 
 def is_users_class(kind: type) -> bool:
-    """Return whether a class is defined in a file of the user's, or in a script that has none."""
+    """Return whether a class is defined in a user's file, or in a ``__main__`` that has no file."""
     try:
         return is_users_file(inspect.getsourcefile(kind))
     except (OSError, TypeError):

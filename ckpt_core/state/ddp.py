@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallel`` keeps that makes a step after a resume another one: gradient buckets, hooks."""
+"""State of ``DistributedDataParallel`` that can make a step after a resume differ: gradient buckets, comm hooks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt_core.tree import tensors
 def rebuild_ddp_buckets(model: Any) -> bool:
     """Give DDP its final gradient buckets now instead of after the first step; return whether it has them.
 
-    DDP reduces the first step of a process in other buckets than all later ones. With three or more ranks the sums are
-    then added in another order, so the first step after a resume differs in the last bits from the same step of a run
-    that was not interrupted. There is no public way to ask for the final buckets.
+    DDP reduces the first step of a process in different buckets than all later steps. With three or more ranks, this
+    changes the order of summation, so the first step after a resume differs in the last bits from the same step of an
+    uninterrupted run. There is no public API to request the final buckets.
     """
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return False
@@ -26,9 +26,9 @@ def rebuild_ddp_buckets(model: Any) -> bool:
 
 
 def unsaved_hook_states(model: Any) -> list[str]:
-    """Name the communication hooks of DDP whose state grows with the steps, such as PowerSGD's errors: it is not saved.
+    """Return a message for each DDP communication hook whose state no checkpoint holds, such as PowerSGD's errors.
 
-    There is no public way to ask a model for its hooks.
+    There is no public API to list a model's hooks.
     """
     registered = getattr(model, "_comm_hooks", None) if isinstance(model, DistributedDataParallel) else None
     return [
@@ -40,5 +40,5 @@ def unsaved_hook_states(model: Any) -> list[str]:
 
 def _holds_tensors(state: Any) -> bool:
     names = {*getattr(state, "__dict__", ()), *getattr(type(state), "__slots__", ())}
-    # PowerSGD's are not there before its first steps
+    # PowerSGD creates its tensors only in its first steps
     return "error_dict" in names or any(tensors({name: getattr(state, name, None) for name in names}))

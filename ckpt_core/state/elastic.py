@@ -1,7 +1,7 @@
-"""Elastic resume, with another number of ranks: what new ranks get, and how they continue an open epoch.
+"""Elastic resume, with a different number of ranks: generators, gradients and the rest of the epoch for the new ranks.
 
-Every index and every sample belongs to one global order, which the old ranks had divided among themselves. New ranks
-take the same order, leave out what was consumed, and divide the rest.
+Every index and every sample belongs to one global order, which the old ranks had divided among themselves. The new
+ranks take the same order, leave out what was consumed, and divide the rest.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ckpt_core.state.stateful import Forwarding
 
 
 def derive_rng(state: RngState, rank: int) -> RngState:
-    """Return random generators for a rank that was not there when a state was saved.
+    """Return random generators for a rank that did not exist when the state was saved.
 
-    They are seeded with the SHA-256 digest of the given generators and the rank's number: the same checkpoint always
-    gives a rank the same numbers, and no two ranks the same.
+    They are seeded with the SHA-256 digest of the given generators and the rank's number, so the same checkpoint always
+    gives a rank the same random numbers, and no two ranks draw the same.
     """
     digest = hashlib.sha256(f"rank {rank}".encode())
     digest.update(repr(state.python).encode())
@@ -53,17 +53,17 @@ def derive_rng(state: RngState, rank: int) -> RngState:
 
 
 def average_gradients(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the gradients that every rank of a new number of ranks gets in an open accumulation window.
+    """Return the mean of the saved ranks' gradients, which each new rank gets in an open accumulation window.
 
     The next synchronised backward pass averages over the new ranks, as it would have over the old ones, so the mean
-    keeps the weight of what was accumulated. A rank without a gradient for a parameter counts as zero.
+    preserves the weight of the accumulated gradients. A rank without a gradient for a parameter counts as zero.
     """
     average: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for gradients in ranks for name in gradients):
         found = [gradients[name] for gradients in ranks if name in gradients]
         if any(gradient.shape != found[0].shape for gradient in found):
             raise StateMismatchError("the ranks' saved gradients have different shapes", key=name)
-        # half precision would lose what a rank adds to a large sum
+        # in half precision, a rank's small gradient would be lost in a large sum
         wide = torch.promote_types(found[0].dtype, torch.float32)
         total = torch.zeros_like(found[0], dtype=wide)
         for gradient in found:
@@ -80,12 +80,12 @@ def _innermost(sampler: Any) -> tuple[str, Any]:
 
 
 def carry_order(sampler: Any, moment: SamplerMoment) -> SamplerMoment:
-    """Let a sampler make the order that a sampler of the same kind made with another source of random numbers.
+    """Make a sampler draw the order that a sampler of the same class drew from another source of random numbers.
 
-    With one rank a shuffling sampler usually draws from the global generators; with several, Accelerate gives it a
-    generator of its own. Without this the two would make different permutations from the same state. ``moment`` is the
-    other sampler's just before it drew the order; returned is that from which this one draws it. Where this one needs a
-    generator, it gets one.
+    With one rank, a shuffling sampler usually draws from the global generators. With several, Accelerate gives it a
+    generator of its own. Without this function, the two would draw different permutations from the same state.
+    ``moment`` is the other sampler's just before it drew the order. Returned is the moment from which ``sampler`` draws
+    the same order. If it needs a generator, it gets one.
     """
     path, leaf = _innermost(sampler)
     if not hasattr(leaf, "generator"):
@@ -98,17 +98,17 @@ def carry_order(sampler: Any, moment: SamplerMoment) -> SamplerMoment:
     source = torch.Generator()
     source.set_state(moment.rng.torch_cpu)
     if isinstance(leaf, RandomSampler):
-        # what RandomSampler does when it has no generator
+        # this is what RandomSampler does if it has no generator
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
         source.manual_seed(seed)
     return dataclasses.replace(moment, generators={**moment.generators, key: source.get_state()})
 
 
 class RemainingBatches(BatchSampler):
-    """The batches of indices that are left of an epoch.
+    """A batch sampler that yields the remaining batches of indices of an epoch.
 
-    A batch sampler of torch's own is taken up at the sample, so that its batches may have another size than those that
-    were consumed; ``consumed`` counts samples then, and batches of other kinds.
+    A ``torch.utils.data.BatchSampler`` is continued at the next sample, so that the batch size may differ from that of
+    the consumed batches: ``consumed`` counts samples. For other classes, it counts batches.
     """
 
     def __init__(self, inner: Any, consumed: int) -> None:
@@ -119,7 +119,7 @@ class RemainingBatches(BatchSampler):
 
     @staticmethod
     def counts_samples(inner: Any) -> bool:
-        """Whether the consumed part of such a batch sampler is counted in samples."""
+        """Return whether the consumed part of a batch sampler is counted in samples."""
         return type(inner) is BatchSampler and isinstance(getattr(inner, "batch_size", None), int)
 
     def __len__(self) -> int:
@@ -137,21 +137,21 @@ class RemainingBatches(BatchSampler):
 
 @dataclasses.dataclass(frozen=True)
 class EpochShare:
-    """What is left of an epoch, as batches of indices for one of the ranks that share it: iterating makes them.
+    """One rank's share of the rest of an epoch: iterating over it yields batches of indices.
 
-    The ranks take the samples in turn, as those of a ``DistributedSampler`` do.
+    The ranks take the samples in turn, as with ``DistributedSampler``.
     """
 
-    # Says in which order the epoch's samples are, as plain data and tensors: {"kind": "sequential"}, the seed and epoch
-    # of a DistributedSampler, or the moment at which a RandomSampler drew it.
+    # The order of the epoch's samples, as plain data and tensors: {"kind": "sequential"}, the seed and epoch of a
+    # DistributedSampler, or the moment at which a RandomSampler drew it.
     order: Mapping[str, Any]
-    length: int  # number of samples in it
+    length: int  # number of samples in the epoch
     consumed: int  # number of samples that were consumed before
-    batch_size: int  # samples in a batch of one rank
+    batch_size: int  # samples per batch of one rank
     drop_last: bool  # whether an incomplete batch at the end is left out
     replicas: int  # number of ranks that share the rest
-    rank: int  # this one of them
-    # Whether samples that do not make a whole row of ranks are left out, rather than made up by repeating some.
+    rank: int  # the number of this rank
+    # Whether samples at the end that do not suffice for all ranks are left out, instead of repeating some samples.
     even: bool
 
     @property
@@ -182,7 +182,7 @@ def describe_order(sampler: Any, current: SamplerPass | None) -> dict[str, Any] 
     if isinstance(sampler, SequentialSampler):
         return {"kind": "sequential"}
     if current is None or current.first is None:
-        return None  # whoever continues draws an order of their own
+        return None  # nothing was drawn yet: the resumed run draws an order of its own
     return {"kind": "random", "moment": current.first.encode()}
 
 
@@ -195,17 +195,17 @@ def _in_order(order: Mapping[str, Any], length: int) -> Iterable[int]:
     if order["kind"] == "sequential":
         return range(length)
     sampler = RandomSampler(range(length), generator=torch.Generator())
-    # named as in the loader from which the moment is: there is a batch sampler around it
+    # wrapped in a batch sampler, so that the generator's path is as in the loader that the moment was captured from
     moment = carry_order(BatchSampler(sampler, 1, False), SamplerMoment.decode(order["moment"]))
     sampler.generator.set_state(moment.generators["sampler.sampler.generator"])
     return sampler
 
 
 class RemainingSamples(Forwarding, IterableDataset[Any]):
-    """The samples that are left of an epoch of an iterable data set.
+    """The remaining samples of an epoch of an iterable data set.
 
-    What was consumed (by each data loading worker; one number without any) is read again and dropped, once: the pass
-    after it is a whole one.
+    The first pass reads the ``consumed`` samples again (a count per data loading worker, or one count without workers)
+    and drops them. Later passes are whole.
     """
 
     _own = frozenset({"inner", "consumed"})

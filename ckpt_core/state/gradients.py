@@ -1,4 +1,4 @@
-"""The gradients of an open accumulation window, which are not in any state dict, and differ from rank to rank."""
+"""Capture and restore the per-rank gradients of an open accumulation window, which no ``state_dict`` holds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def capture_gradients(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], *, copies: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients that are there, copied to host memory; of a distributed one, this rank's shard.
+    """Return all gradients that exist, copied to host memory; of a distributed gradient, this rank's shard.
 
-    Without ``copies``, they are where the next backward pass changes them, for a save that copies them by itself.
+    Without ``copies``, return the live tensors, which the next backward pass changes, for a save that copies them.
     """
     found = {name: _local(p.grad).detach() for name, p in parameters if p.grad is not None}
     return {name: gradient.to("cpu", copy=True) for name, gradient in found.items()} if copies else found
@@ -37,7 +37,7 @@ def capture_gradients(
 def restore_gradients(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], gradients: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put captured gradients back, and clear those of the other parameters."""
+    """Put captured gradients back, and set those of all other parameters to None."""
     left = dict(gradients)
     for name, parameter in parameters:
         gradient = left.pop(name, None)

@@ -1,4 +1,4 @@
-"""The kind of each part of a state, said aloud instead of guessed from equal keys."""
+"""The kind of each part of a state: replicated, sharded or per-rank; and a model's buffers and frozen parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_core.errors import StateMismatchError
 
 
 class Kind(enum.Enum):
-    """Who holds a part of the state.
+    """How a part of the state is distributed over ranks, declared by the caller instead of guessed from equal keys.
 
     Attributes:
         REPLICATED: Every rank holds the same; one copy is saved.
@@ -34,7 +34,7 @@ class Part:
     Attributes:
         name: Letters, digits and underscores; beginning of the name of its file.
         state: Nested dictionaries, lists and tuples of tensors and plain values.
-        kind: Who holds it.
+        kind: How it is distributed over ranks.
         frozen: Names of tensors in it that training does not change (:func:`frozen_parameters`). They are written once,
             and linked or copied at later saves, as long as their bytes are the same.
     """
@@ -54,24 +54,24 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 
 
 def frozen_parameters(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that need no gradient, as the model and its wrapped modules know them."""
+    """Return the names of the parameters that need no gradient, with and without the prefixes of FSDP, DDP, compile."""
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(_by_all_names((name, value) for name, value in named if not value.requires_grad))
 
 
 def buffers_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of a model, by the names that it and its wrapped modules have for them."""
+    """Return the buffers of a model, by their names with and without the prefixes of wrappers."""
     return _by_all_names(model.named_buffers(remove_duplicate=False))
 
 
 def _by_all_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     found = dict(named)
-    # a name that a buffer has itself counts more than one that another has without its wrappers
+    # an actual name takes precedence over one that results from removing another's prefixes
     return {**{_WRAPPERS.sub("", name).removeprefix("module."): value for name, value in found.items()}, **found}
 
 
 def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Return the parameters that optimizers know, of which FSDP2 leaves others in their place after an evaluation."""
+    """Return the parameters that optimizers have; reshards FSDP2 modules, which evaluation leaves with other ones."""
     found: list[torch.nn.Parameter] = []
     for module in modules:
         inner: Any
@@ -89,9 +89,9 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def buffers_of_rank(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a model's ``state_dict`` has, each once; of a distributed one, this rank's piece.
+    """Return the buffers that a model's ``state_dict`` has, each once; of a distributed buffer, this rank's piece.
 
-    They are read where they are, because some strategies collect a state on rank 0 alone.
+    They are read from the modules, because some strategies collect a ``state_dict`` only on rank 0.
     """
     unsaved = {id(part._buffers.get(name)) for part in model.modules() for name in part._non_persistent_buffers_set}
     own = {id(buffer): (name, buffer) for name, buffer in buffers_by_name(model).items() if id(buffer) not in unsaved}
@@ -104,7 +104,7 @@ def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put a rank's buffers back, where the model still has them."""
+    """Put a rank's buffers back, if the model still has them with the same shapes."""
     with torch.no_grad():
         for name, buffer in buffers_by_name(model).items() if saved else ():
             if name in saved and saved[name].shape == _piece(buffer).shape:
@@ -116,7 +116,7 @@ def _piece(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Put the parts of all ranks into one state; None stands for a rank that could not report."""
+    """Combine the parts of all ranks into one state; None stands for a rank that could not report."""
     ranks = [None if state is None else dict(state) for state in per_rank]
     return {Kind.REPLICATED.value: dict(replicated), Kind.PER_RANK.value: ranks}
 

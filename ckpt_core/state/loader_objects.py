@@ -1,4 +1,4 @@
-"""What the objects of one loader carry: random generators, and plain values that the run has changed."""
+"""Capture and restore the generators and changed plain values in the objects of one loader (data set, collate_fn)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckpt_core.state.samplers import handed_out
 
 
 class Carried:
-    """The generators and, with ``plain``, the plain values of some objects by name; one without a name has no prefix.
+    """The generators and, with ``plain``, the plain values of named objects. An object named "" gives paths no prefix.
 
-    Generators are looked for when this is made and by :meth:`look`, because looking takes longer than reading them.
+    Generators are searched for at construction and by :meth:`look` only, because this takes longer than reading them.
     """
 
     def __init__(self, owners: Mapping[str, object], *, plain: bool = True) -> None:
@@ -29,7 +29,7 @@ class Carried:
         self.look()
 
     def look(self) -> None:
-        """Look for generators again."""
+        """Search for generators again."""
         self._generators = {}
         known: set[int] = set()
         for name, owner in self._owners.items():
@@ -45,7 +45,7 @@ class Carried:
 
     @property
     def paths(self) -> list[str]:
-        """Where the generators are."""
+        """The paths of the generators."""
         return list(self._generators)
 
     def generators(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Carried:
         return {path: capture_generator(generator) for path, generator in self._generators.items()}
 
     def restore_generators(self, states: Mapping[str, Any]) -> None:
-        """Set the generators that are there, and make those that an object makes when it first draws."""
+        """Set the generators that exist, and create those that an object creates only when it first draws."""
         for path, generator in self._generators.items():
             if path in states:
                 restore_generator(generator, states[path], path)
@@ -72,7 +72,7 @@ class Carried:
             self.look()
         for name, owner in self._owners.items() if states else ():
             for found in reach(owner):
-                # by which a collator of transformers (5.24) knows that it is in the process that made its generator
+                # a collator of transformers (5.24) compares it with its process to see if its generator is of that
                 of = found.path.removesuffix(OF_A_PROCESS)
                 if of != found.path and f"{name}:{of}generator".removeprefix(":") in states:
                     found.put(os.getpid())
@@ -84,9 +84,9 @@ class Carried:
                     yield f"{name}.{found.path}" if name else found.path, found.value
 
     def moved(self, *, new: bool = False, others: bool = True) -> dict[str, Any]:
-        """Return iterators that are under way, and were not where they are when this was made, by path.
+        """Return, by path, the iterators that have advanced since this was created, or have replaced another one.
 
-        With ``new``, also where there was none; without ``others``, only those that there were then.
+        With ``new``, also those at paths where there was none. Without ``others``, only those that existed then.
         """
         found = {}
         for path, one in self._readers():
@@ -107,7 +107,7 @@ class Carried:
         return captured, left_out
 
     def data(self, changed: Mapping[str, Mapping[str, Any]], left_out: Collection[str]) -> dict[str, dict[str, str]]:
-        """Return the digests of the data that :meth:`values` says are not ``changed``."""
+        """Return the digests of the arrays that :meth:`values` returns neither as ``changed`` nor as ``left_out``."""
         prefixes = {name: f"{name}." if name else "" for name in self._plain}
         return {
             name: plain.data({*changed[name], *(path.removeprefix(prefixes[name]) for path in left_out)})
@@ -116,7 +116,7 @@ class Carried:
 
     @contextlib.contextmanager
     def temporarily(self, values: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-        """Put captured values back for a while."""
+        """Put captured values back for the duration of a ``with`` block."""
         with contextlib.ExitStack() as stack:
             for name in values.keys() & self._plain.keys():
                 stack.enter_context(self._plain[name].temporarily(values[name]))
@@ -130,18 +130,18 @@ class Carried:
 
 
 def _place_of(reader: Any) -> int | None:
-    """Return how far an iterator is, of a generator only where in its code; None if it is over, or nobody knows."""
+    """Return the position of an iterator, for a generator the one in its code; None if it is exhausted or unknown."""
     frame = getattr(reader, "gi_frame", None)
     return handed_out(reader) if frame is None else frame.f_lasti
 
 
 def _places_in(owner: object) -> tuple[dict[str, Found], dict[str, Any]]:
-    """Return what an object carries by path, and the dictionaries, also of attributes, and lists that hold it."""
+    """Return what an object carries, by path, and the dictionaries (also ``__dict__``) and lists that hold it."""
     known, holders = dict[str, Found](), dict[str, Any]()
     for found in reach(owner):
         known[found.path] = found
         if isinstance(found.value, (dict, list)):
-            holders[found.path] = found.value  # it may be empty
+            holders[found.path] = found.value  # an empty one holds nothing that would show it
         if found.holder is not None:
             holders[found.path.rpartition(".")[0]] = found.holder
     return known, holders
@@ -151,7 +151,7 @@ def _add(holder: Any, name: str, generator: Any) -> None:
     if isinstance(holder, list):
         holder += [generator] if name == str(len(holder)) else []
         return
-    key: Any = name  # the text of it
+    key: Any = name  # the key's text
     if not any(isinstance(one, str) for one in holder):
         with contextlib.suppress(ValueError, SyntaxError):
             key = ast.literal_eval(name)

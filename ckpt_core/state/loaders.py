@@ -1,7 +1,7 @@
-"""Where each loader of a run is, and how it gets there again.
+"""Capture the position of each data loader, and bring a loader of a resumed run back to it.
 
-There is one tracker for each loader. It knows nothing of the training loop: it is given the number of batches that
-count as consumed in the current pass, and gives a state made of tensors and plain data.
+There is one tracker for each loader. It does not know the training loop: the caller passes the number of batches that
+count as consumed in the current pass, and gets a state made of tensors and plain data.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Method = Literal["skip", "load", "replay"]
 Moment = TypeVar("Moment")
 
 _FETCHES_THAT_SHOW_DRAWS = 2
-_LEAST_ROOM = 32768  # bytes, for generators that are made in workers alone
-_SLACK = 4096  # numbers of generators are written with as many digits as they have
+_LEAST_ROOM = 32768  # bytes, for generators that only workers create
+_SLACK = 4096  # bytes, because the encoded size of a generator depends on the digits of its numbers
 
 _STARTED_BEFORE = (
     "persistent workers of a training data loader were started before this fit, so their random generators are not "
@@ -64,13 +64,13 @@ _COMBINED = (
     "DataLoader, which reads again)"
 )
 
-#: A loader takes no batches from its sampler, so that to skip in that brings it nowhere.
+#: The problem of a loader that takes no batches from its sampler, so that skipping in the sampler has no effect.
 READS_ON = (
     "a training data loader takes its batches from elsewhere than its sampler, where its place is not known (let it "
     "read its sampler, or give it state_dict and load_state_dict)"
 )
 
-# settings of a loader that decide what its batches are
+# settings of a loader that determine its batches
 _COMPARED = {
     "type": "type",
     "num_workers": "num_workers",
@@ -82,20 +82,20 @@ _COMPARED = {
 
 @dataclasses.dataclass(frozen=True)
 class LoaderMark:
-    """A loader between two fetches."""
+    """The state of a loader between two fetches."""
 
     started: int  # the fetch, counted from the start of the epoch, at which its current pass began
     sampler_pass: SamplerPass | None  # its current pass over the sampler
     state: Mapping[str, Any] | None  # its own state, if it has one
-    # What its data set and collate_fn carry, if they are in this process.
+    # The generators of its data set and collate_fn, if these run in this process.
     generators: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class FetchHistory(Generic[Moment]):
-    """The moments before the last fetches of a pass: what a loop has fetched ahead, it fetches again after a resume.
+    """The moments before the last fetches of a pass, because a resumed run fetches again what a loop had fetched ahead.
 
-    ``draws_while_reading`` says whether reading has drawn from the generators of this process, as far as the first two
-    fetches of a pass have shown: reading again then draws at another moment than the first time.
+    ``draws_while_reading`` is True if one of the first two fetches of a pass has drawn from the generators of this
+    process. Reading again then draws at a different moment than the first time.
     """
 
     def __init__(self, length: int) -> None:
@@ -103,7 +103,7 @@ class FetchHistory(Generic[Moment]):
         self.draws_while_reading = False
 
     def clear(self) -> None:
-        """Forget the fetches; a pass begins."""
+        """Forget the fetches, because a pass begins."""
         self._moments.clear()
 
     def add(self, fetch: int, moment: Moment) -> None:
@@ -115,18 +115,18 @@ class FetchHistory(Generic[Moment]):
         return next((moment for number, moment in self._moments if number == fetch), None)
 
     def was_read(self, fetch: int, before: RngState) -> None:
-        """Note that a batch was read that a resume would read again; ``before`` are the generators from before it."""
+        """Note that a batch was read that a resume would read again; ``before``: the generators before reading it."""
         if self.is_watched(fetch):
             self.draws_while_reading |= not before.same_as(RngState.capture())
 
     @staticmethod
     def is_watched(fetch: int) -> bool:
-        """Return whether this is one of the fetches that show it."""
+        """Return whether :meth:`was_read` checks this fetch."""
         return fetch < _FETCHES_THAT_SHOW_DRAWS
 
 
 def has_no_dataset_state(state: Any) -> bool:
-    """Whether a stateful loader's state says nothing about the data set, so that loading it would re-read."""
+    """Return whether a stateful loader's state has none of the data set, so that loading it reads the data again."""
     if isinstance(state, Mapping):
         if "fetcher_state" in state and "dataset_state" in state:
             fetcher = state["fetcher_state"]
@@ -137,7 +137,7 @@ def has_no_dataset_state(state: Any) -> bool:
 
 
 def _copied(state: Any) -> Any:
-    """Return a state whose dictionaries are not those of an object that may change them."""
+    """Return a copy of a state, as far as it is dictionaries, because its object may change them."""
     return {key: _copied(value) for key, value in state.items()} if type(state) is dict else state
 
 
@@ -157,11 +157,11 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
 
 
 def _may_be_left_early(reader: Any) -> bool:
-    """Whether an iterator that several passes read from may be inside of one of its own when they end.
+    """Return whether an iterator that several passes read from may be in the middle of its own pass when they end.
 
-    That of a loader whose sampler never ends most often is not, if there are no workers to read ahead.
+    The iterator of a loader whose sampler never ends is most often not, if it has no workers that read ahead.
     """
-    with contextlib.suppress(Exception):  # of a sampler of the user's, whatever its length raises
+    with contextlib.suppress(Exception):  # whatever the length of a user's sampler raises
         has_end = isinstance(reader, types.GeneratorType) or operator.length_hint(reader) > 0
         return has_end or getattr(reader, "_num_workers", 0) > 0
     return False
@@ -172,9 +172,9 @@ def _drawn(current: SamplerPass | None) -> int:
 
 
 class LoaderTracker:
-    """Follows one loader: a ``DataLoader`` (also a stateful one) or any iterable.
+    """Tracks the position of one loader, which is a ``DataLoader`` (also a stateful one) or any iterable.
 
-    With ``replay``, it always goes back by reading again.
+    With ``replay``, a resumed run always reaches the position by reading the data again.
     """
 
     def __init__(self, loader: Any, replay: bool = False) -> None:
@@ -182,7 +182,7 @@ class LoaderTracker:
         self.workers = int(getattr(loader, "num_workers", 0) or 0)
         self.persistent = bool(getattr(loader, "persistent_workers", False)) and self.workers > 0
         self.is_loader = isinstance(loader, DataLoader)
-        # its passes begin afresh in new workers, and asking it for its state makes its iterator
+        # torchdata's passes begin from scratch in new workers, and its state_dict() creates its iterator
         self._is_of_torchdata = _is_of("torchdata.stateful", loader)
         self._is_of_litdata = _is_of("litdata.", loader)
         dataset = getattr(loader, "dataset", None)
@@ -194,19 +194,19 @@ class LoaderTracker:
         self._collate: RecordingCollate | None = None
         self._worker_batches: list[int] = [0] * self.workers
         self._throwaway_base = 0
-        # of those that a restart has ended: when one began, its number, and what its workers had made before
+        # passes that a restart has ended: the fetch at which one began, its number, batches its workers had made before
         self._last_passes: collections.deque[tuple[int, int, list[int]]] = collections.deque(maxlen=4)
-        self._marks = 0  # of this pass
+        self._marks = 0  # number of calls of mark() in this pass
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
         self._resumed_workers: list[Any] = []
         self._problem: str | None = None
         self._has_loaded = False
-        self._loaded: dict[str, Any] | None = None  # from which the first batch is to be read
+        self._loaded: dict[str, Any] | None = None  # the state from which the first batch will be read
         self._state_before_pass: Mapping[str, Any] | None = None
         self.sampler: RecordingSampler | None = None
         owners = {"": dataset, "collate_fn": loader.collate_fn} if self.is_loader else {"": loader}
-        # what loads a state of its own knows what it carries, but for generators
+        # a loader with a state of its own saves what it carries, except generators
         self.carried = Carried(owners, plain=self.method != "load")
         self._begun_carried: dict[str, Any] = {}
         if self.is_loader:
@@ -223,8 +223,8 @@ class LoaderTracker:
     # ---- wrapping and unwrapping -------------------------------------------------------------------------------------
 
     def _set(self, name: str, value: Any) -> None:
-        # DataLoader refuses to change these attributes after construction because its other attributes were derived
-        # from them; ours derive the same
+        # DataLoader refuses to change these attributes after construction because others were derived from them, which
+        # are the same for our wrappers
         self._original.setdefault(name, vars(self.loader).get(name))
         vars(self.loader)[name] = value
 
@@ -243,7 +243,7 @@ class LoaderTracker:
                 self._set("dataset", RngMapDataset(dataset))
 
     def release(self) -> None:
-        """Give the loader back as it was."""
+        """Remove all wrappers, so that the loader is as it was."""
         for name in list(self._original):
             self._reset(name)
 
@@ -254,7 +254,7 @@ class LoaderTracker:
     # ---- following ---------------------------------------------------------------------------------------------------
 
     def begin_pass(self, started: int = 0) -> None:
-        """Tell that the loader's iterator is about to be made (``started``: at which fetch of the epoch)."""
+        """Note that the loader's iterator is about to be created, at fetch ``started`` of the epoch."""
         self._forget_early_iterator()
         if self.method == "load":
             self._reset("generator")
@@ -277,34 +277,34 @@ class LoaderTracker:
         self.passes += 1
 
     def _forget_early_iterator(self) -> None:
-        # Asked for its state, as by a save in on_train_start, torchdata's loader makes the iterator of its next pass,
-        # which knows nothing of the place to continue from, nor do its workers of what they are to record.
+        # When torchdata's loader is asked for its state, as by a save in on_train_start, it creates the iterator of its
+        # next pass. That neither begins at the position to continue from, nor do its workers record their generators.
         if self.method != "load" and getattr(self.loader, "_initial_iter_for_state_dict", False):
             self.loader.load_state_dict({})
 
     @property
     def alive(self) -> bool:
-        """Whether there are workers that outlive a pass."""
+        """Whether the loader has persistent workers that are running."""
         return self.persistent and getattr(self.loader, "_iterator", None) is not None
 
     def pass_made(self) -> None:
-        """Tell that the loader's iterator, and with it its workers, are there."""
+        """Note that the loader's iterator, and with it its workers, have been created."""
         if self.sampler is not None:
             self.sampler.resumed()
         if self._collate is not None:
-            # later workers of the same loader begin afresh
+            # later workers of the same loader begin from scratch
             self._collate.resume, self._collate.throwaway = [], 0
         self._reset("restart_on_stop_iteration")
 
     def has_restarted(self, before: LoaderMark, iterator: Any) -> bool:
-        """Whether ``iterator`` has begun another pass in workers that outlive one: torch gives the same object then.
+        """Return whether ``iterator`` has begun another pass: with persistent workers, torch reuses the object.
 
-        One of the user's (a generator in ``__iter__``) begins its only pass when its first batch is fetched.
+        A user's iterator (a generator in ``__iter__``) begins its only pass when its first batch is fetched.
         """
         return self.alive and iterator is self.loader._iterator and self._pass() is not before.sampler_pass
 
     def restarted(self, fetch: int, before: LoaderMark) -> None:
-        """Tell that the loader was exhausted and began again while batch ``fetch`` of the epoch was fetched."""
+        """Note that the loader was exhausted and began again while batch ``fetch`` of the epoch was fetched."""
         self._last_passes.append((self.started, self.passes, self._made_by_workers(0)))
         self.started = fetch
         self.passes += 1
@@ -329,25 +329,25 @@ class LoaderTracker:
         return self.sampler.current if self.sampler is not None else None
 
     def _made_by_workers(self, batches: int, begun: Sequence[int] | None = None) -> list[int]:
-        """How many batches each worker has made after so many of this pass, which are dealt round robin."""
+        """Return how many batches each worker has made after ``batches`` of a pass, which are dealt round robin."""
         shares = ((batches - worker + self.workers - 1) // self.workers for worker in range(self.workers))
         begun = [made - self._throwaway_base for made in self._worker_batches] if begun is None else begun
         return [made + share for made, share in zip(begun, shares, strict=True)]
 
     @property
     def reads_on(self) -> bool:
-        """Whether the batches of this pass, if there were any, did not come of its sampler."""
+        """Whether the batches of this pass, if there were any, did not come from its sampler."""
         return self._reads_on(self._pass())
 
     def _reads_on(self, of: SamplerPass | None) -> bool:
-        """Whether the batches of a pass, if there were any, came of an iterator that is none of this pass."""
+        """Return whether the batches of a pass, if there were any, came from an iterator that is not of this pass."""
         return self.method == "skip" and _drawn(of) == 0 and not self.alive
 
     def mark(self) -> LoaderMark:
-        """Remember where the loader is before a fetch."""
+        """Return the loader's state before a fetch."""
         self._marks += 1
         if self._marks > 1 and self._marks & (self._marks - 1) == 0 and self.workers == 0:
-            self.carried.look()  # batches may have made generators, the first ones above all
+            self.carried.look()  # making a batch may have created generators, most often one of the first batches
         state, self._loaded = (self._loaded or self._state()) if self.method == "load" else None, None
         here = self.workers == 0 and self.carried.has_generators
         return LoaderMark(self.started, self._pass(), state, self.carried.generators() if here else {})
@@ -357,13 +357,12 @@ class LoaderTracker:
     def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
         """Capture the state from which the loader continues in the middle of a pass.
 
-        ``mark`` is what :meth:`mark` said before the first fetch that does not count, ``fetches`` how many of this
-        epoch do.
+        ``fetches`` of this epoch count as consumed; ``mark`` is what :meth:`mark` returned before the one after these.
         """
         position = fetches - mark.started
         state = {**self._common(), "position": position, "method": self.method, "started": mark.started}
         began = [one for one in self._last_passes if one[0] == mark.started != self.started]
-        earlier = began[-1] if began else None  # a fetch ahead has begun another pass
+        earlier = began[-1] if began else None  # fetching ahead has begun another pass
         state["passes"] = self.passes if earlier is None else earlier[1]
         if self.workers == 0:
             state["dataset_generators"] = state["carried"]["generators"] = dict(mark.generators)
@@ -376,7 +375,7 @@ class LoaderTracker:
             state["first"] = current.first.encode() if current.first is not None else None
             state["draws_throughout"] = current.draws_throughout
         if self.method == "load":
-            # the state of a pass of which nothing was taken may still be that of the end of the pass before
+            # before the first fetch of a pass, the loader's state may still be that at the end of the previous pass
             state["state"] = dict(mark.state or {}) if position else self._state_before_pass
         if position and self._reads_on(mark.sampler_pass):
             return {**state, "problem": READS_ON}
@@ -389,12 +388,12 @@ class LoaderTracker:
         state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
         state["carried"]["left_out"] += self._moved(between=True)
         state["state"] = self._state_between_passes()
-        if self._marks > 1 and self.workers and self._reads_on(self._pass()):  # which have read ahead
+        if self._marks > 1 and self.workers and self._reads_on(self._pass()):  # its workers have read ahead
             return {**state, "problem": READS_ON}
         return {**state, **self._states_of_workers(_drawn(self._pass()))} if self.persistent else state
 
     def _moved(self, *, between: bool) -> list[str]:
-        """Return where the data has iterators that nobody brings to where they are."""
+        """Return the paths of iterators in the data whose positions a resume does not restore."""
         is_read_again = self.method == "replay" and not between
         if self.method == "load" or self.workers or is_read_again:
             return []
@@ -403,7 +402,7 @@ class LoaderTracker:
         return [path for path, one in self.carried.moved(others=False).items() if _may_be_left_early(one)]
 
     def _states_of_workers(self, batches: int, begun: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return their generators after so many batches of this pass, or of that which ``begun`` then, if known."""
+        """Return the workers' generators after ``batches`` of this pass, or of one before which they made ``begun``."""
         if self.method != "skip":
             return {}
         if self._collate is None:
@@ -418,15 +417,15 @@ class LoaderTracker:
             try:
                 return self._collate.log.state_after(worker, batches)
             except CheckpointError as error:
-                # a worker that hangs must not end a training that may still continue; the resume will say it
+                # a worker that hangs must not end a training that may still continue; the resumed run warns about it
                 log.warning("%s", error.message)
                 self._problem = error.message
                 return None
-        # it has made nothing yet: it is as it was when it started
+        # it has made nothing yet, so its state is still that at its start
         return self._resumed_workers[worker] if worker < len(self._resumed_workers) else None
 
     def _state_between_passes(self) -> dict[str, Any] | None:
-        """The loader's own state, if its next pass depends on it."""
+        """Return the loader's own state, if its next pass depends on it."""
         is_known = self._is_of_litdata or _is_of("streaming.", self.loader)
         if self.method != "load" or (not is_known and self.workers and not self.persistent):
             return None
@@ -443,7 +442,7 @@ class LoaderTracker:
             state["length"] = len(self.loader)
         state["batch_size"] = getattr(self.loader, "batch_size", None)
         if self.sampler is not None:
-            # what the script gave, also while the rest of an epoch is divided among other ranks
+            # the script's sampler, also while the rest of an epoch is divided among a different number of ranks
             state["sampler"] = describe_sampler(vars(self.sampler).get("source", self.sampler.inner))
             state["generators"] = self.sampler.generators()
             state["counters"] = self.sampler.counters()
@@ -461,7 +460,7 @@ class LoaderTracker:
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def check(self, state: Mapping[str, Any]) -> str | None:
-        """Return why the saved state does not fit this loader exactly, in words, or ``None``."""
+        """Return a message why a resume from the saved state is not exact for this loader, or ``None``."""
         now = self._common()
         if state.get("length") != now["length"]:
             now["length"] = self._length_with(state)
@@ -488,7 +487,7 @@ class LoaderTracker:
         return self._inexact(state)
 
     def _length_with(self, state: Mapping[str, Any]) -> int | None:
-        """Return the length with what the run has changed, as a dataset that grows from epoch to epoch."""
+        """Return the loader's length with the saved values, because a data set may grow from epoch to epoch."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.carried.temporarily(state.get("carried", {}).get("values", {})))
             if self.sampler is not None:
@@ -525,7 +524,7 @@ class LoaderTracker:
                 f"the dataset or its sampler has changed {', '.join(left_out[:3])}, which is too large or of a "
                 "kind that is not captured (give it state_dict and load_state_dict)"
             )
-        whole_passes = state["passes"] if state.get("between") else state["passes"] - 1  # by the same workers
+        whole_passes = state["passes"] if state.get("between") else state["passes"] - 1  # made by the same workers
         if self._reads_again(state) and self.persistent and whole_passes > 0:
             return "an iterable dataset without state_dict in persistent workers keeps state that cannot be read again"
         return None
@@ -544,11 +543,11 @@ class LoaderTracker:
         return self.method == "replay"
 
     def batches_to_read_again(self, state: Mapping[str, Any]) -> int:
-        """How many batches :meth:`prepare` will have read and dropped by re-reading."""
+        """Return how many batches :meth:`prepare` lets the caller read again and drop."""
         return int(state["position"]) if self._reads_again(state) else 0
 
     def prepare(self, state: Mapping[str, Any]) -> int:
-        """Get ready for the loader's iterator to be made in the middle of a pass; return how many batches to drop."""
+        """Prepare the loader to create an iterator in the middle of a pass; return how many batches to drop then."""
         self._forget_early_iterator()
         self.passes = int(state["passes"])
         self.started = int(state["started"])
@@ -567,7 +566,7 @@ class LoaderTracker:
         if self.method == "load" and not self._reads_again(state):
             if position:
                 self._load(state["state"])
-                self._draw_seed_apart()  # maybe as late as for the first batch
+                self._draw_seed_apart()  # the seed may be drawn as late as for the first batch
             else:
                 self._close_pass(state["state"])
                 self._state_before_pass = state["state"]
@@ -581,8 +580,8 @@ class LoaderTracker:
             return 0, position
         drop = 0
         if self.workers:
-            # workers are dealt batches round robin from the first one: begin at a multiple, so that each new worker
-            # makes the batches that the old one of its number would have made
+            # batches are dealt to workers round robin, beginning with worker 0: begin at a multiple of their number, so
+            # that each new worker makes the batches that the old worker of its number would have made
             drop = position % self.workers
             self._worker_batches = [0] * self.workers
             self._throwaway_base = position // self.workers
@@ -590,7 +589,7 @@ class LoaderTracker:
         return position - drop, drop
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """Tell that the iterator is made and the batches to drop are dropped."""
+        """Note that the iterator was created and batches were dropped; restore what the pass had changed."""
         self.pass_made()
         if self.sampler is not None:
             if self.sampler.live is not None and self.workers == 0:
@@ -607,17 +606,17 @@ class LoaderTracker:
             return
         now = self.sampler.moment()
         kept = state["generators"] if generators else now.generators
-        # with workers it is drawn from ahead of them
+        # with workers, the sampler is drawn from ahead of the batches, so these values are those of later batches
         moving = () if generators else state.get("moving", ())
         values = {path: value for path, value in state.get("values", {}).items() if path not in moving}
         self.sampler.restore(SamplerMoment(now.rng, kept, state["counters"], values), rng=False)
         carried = state.get("carried") or {"generators": state["dataset_generators"]}
-        # what was read again is as it was, and its iterator may hold it
+        # reading again has restored the values, and the iterator may refer to them
         again = self.method == "replay" and not state.get("between")
         self._restore_carried({**carried, "values": {}} if again else carried)
 
     def prepare_next_pass(self, state: Mapping[str, Any]) -> None:
-        """Get ready for the loader's next whole pass to begin."""
+        """Prepare the loader to begin its next whole pass."""
         self.passes = int(state["passes"])
         if self.method == "load":
             self._close_pass(state["state"])
@@ -637,13 +636,13 @@ class LoaderTracker:
             return
         self._load(state)
         if not self._is_of_litdata and (self.is_loader or "restart_on_stop_iteration" in self._original):
-            # whether or not the pass had said that it was over, and whatever the data set does when it is iterated over
-            # for the first time after its state was loaded, the next pass is a pass of its own
+            # The next pass is a new one, whether or not the saved pass was marked as finished, and whatever the data
+            # set does in its first iteration after its state was loaded.
             next(iter(self.loader), None)
         self._forget_loaded()
 
     def _draw_seed_apart(self) -> None:
-        """Let the seed of new workers be drawn from no global generator, where the run that saved drew none."""
+        """Let the seed of new workers be drawn from a separate generator: the saved run drew none here."""
         if not self.is_loader or not self.iterable or self._is_of_torchdata:
             return
         if self.loader.generator is None and self._begun_rng is not None:
@@ -652,20 +651,20 @@ class LoaderTracker:
             self._set("generator", generator)
 
     def _forget_loaded(self) -> None:
-        """Let no later pass begin where the one of a loaded state did."""
+        """Make later passes begin at the start instead of at the position in the loaded state."""
         dataset: Any = getattr(self.loader, "dataset", None)
         if hasattr(dataset, "_starting_state_dict"):  # of the datasets library
             dataset._starting_state_dict = None
         if self._is_of_litdata:
-            self.loader.restore = False  # which it is until a pass was read past its end
+            self.loader.restore = False  # it stays True until a pass is read past its end
         self._loaded = None
         self._reset("restart_on_stop_iteration")
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if self._is_of_litdata:
-            self.loader.dataset.set_epoch(state["current_epoch"])  # which only the copies of workers would have
+            self.loader.dataset.set_epoch(state["current_epoch"])  # otherwise only the workers' copies would have it
         self._has_loaded, self._loaded = True, _copied(dict(state))
         self.loader.load_state_dict(_copied(dict(state)))
         if hasattr(self.loader, "restart_on_stop_iteration"):
-            # torchdata's nodes would look for a batch at once, with other generators than the run that saved
+            # torchdata's nodes would fetch a batch at once, with different generators than in the run that saved
             self._set("restart_on_stop_iteration", False)

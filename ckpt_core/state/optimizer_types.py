@@ -1,7 +1,7 @@
-"""State of optimizers that has another floating-point type than its parameter.
+"""Restore the dtype of optimizer state that differs from its parameter's.
 
-``torch.optim.Optimizer.load_state_dict`` gives it the type of the parameter, which rounds it or changes what later
-steps round.
+``torch.optim.Optimizer.load_state_dict`` casts such state to the parameter's dtype, which rounds it or changes how
+later steps round.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def states_in_order(state: Any, *, usual: Collection[torch.dtype] = ()) -> list[dict[str, torch.Tensor]]:
-    """Return the numbers in an optimizer's ``state_dict`` for each of its parameters, in their order.
+    """Return the floating-point tensors in an optimizer's ``state_dict`` for each of its parameters, in their order.
 
-    Where ``usual`` is one type, those of that type are left out.
+    If ``usual`` is one dtype, tensors of that dtype are left out.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
-        return []  # by name, of a sharded strategy
+        return []  # a sharded strategy's state is by name
     numbers = itertools.chain.from_iterable(group.get("params", ()) for group in state["param_groups"])
     each = [state.get("state", {}).get(number) for number in numbers]
     return [
@@ -37,12 +37,12 @@ def restore_types(
     saved: Sequence[Mapping[str, torch.Tensor]],
     type_of: Callable[[torch.Tensor], torch.dtype | None],
 ) -> None:
-    """Give what ``load_state_dict`` has changed the type that it had.
+    """Give the state that ``load_state_dict`` has cast its saved dtype back.
 
     Args:
-        optimizer: Which has loaded its state.
-        saved: That, as :func:`states_in_order` returns it.
-        type_of: Returns the type that a parameter had then. If that has changed, its state is left as it is.
+        optimizer: An optimizer that has loaded its state.
+        saved: The saved state, as :func:`states_in_order` returns it.
+        type_of: Returns the dtype that a parameter had in the saved run. If that has changed, its state stays as it is.
     """
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for parameter, values in zip(parameters, saved, strict=False):
@@ -58,13 +58,13 @@ def restore_types(
 
 
 def is_number(value: Any) -> bool:
-    """Return whether this is a plain tensor of a usual floating-point type."""
+    """Return whether this is a plain dense tensor of a usual floating-point dtype."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     return plain and value.layout is torch.strided and value.dtype in _TYPES
 
 
 def is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same numbers; one that is none equals itself."""
+    """Return whether two tensors have the same numbers; NaN equals NaN."""
     if tensor.shape != other.shape:
         return False
     return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())

@@ -1,7 +1,7 @@
-"""Random generators: the global ones of Python, NumPy and torch, and those that objects carry around.
+"""Capture and restore random generators (RNGs): the global ones of Python, NumPy and torch, and those in objects.
 
-A capture is cheap (no encoding); :meth:`RngState.encode` turns it into tensors, integers and floats only, so that a
-checkpoint with it loads with ``torch.load(weights_only=True)``.
+A capture is cheap (no encoding); :meth:`RngState.encode` turns it into tensors, integers, floats and texts only, so
+that a checkpoint with it loads with ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NUMPY_WORDS = 624
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Return ``numpy.random.get_state()``, in some 60 us: NumPy makes a Python number of each of its words.
+    """Return ``numpy.random.get_state()``, in some 60 us, because NumPy makes a Python number of each word.
 
     Raises:
-        SerializationError: The generator is of another kind than NumPy's own.
+        SerializationError: NumPy's global generator has been replaced by one of another kind.
     """
     generator = mtrand.get_bit_generator()
     if type(generator) is not np.random.MT19937:
@@ -73,7 +73,7 @@ class RngState:
     python: tuple[Any, ...]  # random.getstate()
     numpy: tuple[Any, ...]  # numpy.random.get_state()
     torch_cpu: torch.Tensor  # state of torch's default CPU generator
-    # Those of accelerators in use, by the type of the device.
+    # The generators of accelerators in use, by device type.
     devices: Mapping[str, DeviceGenerators] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -86,10 +86,10 @@ class RngState:
         return cls(random.getstate(), _numpy_state(), torch.get_rng_state(), capture_device_generators())
 
     def restore(self) -> None:
-        """Set the global generators; those of accelerators as far as both sides have the device.
+        """Set the global generators; those of accelerators only for devices that exist now, too.
 
-        The device that the process uses continues with the generator of the one that it used then, whatever their
-        numbers.
+        The current device continues with the generator of the device that was current in the saved run, even if their
+        numbers differ.
         """
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -98,7 +98,7 @@ class RngState:
 
     @functools.cached_property
     def _words(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The words of Python's and NumPy's generators as bytes, which take longer than all the rest."""
+        """The words of Python's and NumPy's generators as bytes, cached because they take most of the encoding time."""
         python, numpy = self.python[1], np.asarray(self.numpy[1], dtype="<u4").tobytes()
         return _bytes_to_tensor(struct.pack(f"<{len(python)}I", *python)), _bytes_to_tensor(numpy)
 
@@ -107,7 +107,7 @@ class RngState:
         version, _, gauss = self.python
         name, _, position, has_gauss, cached = self.numpy
         devices = {kind: [[s.clone() for s in states], current] for kind, (states, current) in self.devices.items()}
-        cuda, cuda_device = devices.pop("cuda", ([], 0))  # under names of its own, as in files that know no others
+        cuda, cuda_device = devices.pop("cuda", ([], 0))  # under its own keys, as in files of earlier versions
         encoded: dict[str, Any] = {
             "python": self._words[0].clone(),
             "python_version": int(version),
@@ -131,7 +131,7 @@ class RngState:
         python = (state["python_version"], struct.unpack(f"<{len(words) // 4}I", words), state["python_gauss"])
         numpy = (state["numpy"], keys, state["numpy_position"], state["numpy_has_gauss"], state["numpy_gauss"])
         found = {"cuda": (state["cuda"], state.get("cuda_device", 0)), **state.get("devices", {})}
-        # a loader may have moved the tensors to an accelerator, but generators take host tensors only
+        # torch.load may have put the tensors on an accelerator, but generators accept host tensors only
         devices = {
             kind: DeviceGenerators(tuple(s.cpu() for s in states), int(current))
             for kind, (states, current) in found.items()
@@ -140,7 +140,7 @@ class RngState:
         return cls(python, numpy, state["torch"].cpu(), devices)
 
     def same_as(self, other: RngState) -> bool:
-        """Whether no global CPU generator moved between the two captures."""
+        """Return whether no global CPU generator moved between the two captures."""
         return (
             torch.equal(self.torch_cpu, other.torch_cpu)
             and self.python == other.python
@@ -149,7 +149,7 @@ class RngState:
         )
 
 
-# the CPU side only, in a fixed number of bytes, so that a data loading worker can leave it in shared memory
+# CPU generators only, in a fixed number of bytes, so that a data loading worker can write them to shared memory
 _PACKED = struct.Struct(f"<{_PYTHON_WORDS}I?d{_NUMPY_WORDS}IqqdI")
 _TORCH_BYTES = torch.get_rng_state().numel()
 PACKED_RNG_BYTES = _PACKED.size + _TORCH_BYTES
@@ -166,7 +166,7 @@ def pack_rng() -> bytes:
 
 
 def unpack_rng(packed: bytes) -> RngState:
-    """Undo :func:`pack_rng`; the result has nothing of accelerators."""
+    """Undo :func:`pack_rng`; the result has no generators of accelerators."""
     fields = _PACKED.unpack_from(packed)
     words = fields[:_PYTHON_WORDS]
     has_python_gauss, python_gauss = fields[_PYTHON_WORDS : _PYTHON_WORDS + 2]
@@ -178,7 +178,7 @@ def unpack_rng(packed: bytes) -> RngState:
 
 
 def find_generators(owner: object) -> Iterator[tuple[str, Any]]:
-    """Find the generators that an object carries, by path: :func:`~ckpt_core.state.object_walk.reach` says how far."""
+    """Yield path and generator for all that :func:`~ckpt_core.state.object_walk.reach` finds in an object."""
     for found in reach(owner, plain=False):
         yield found.path, found.value
 
@@ -216,12 +216,12 @@ def capture_generator(generator: Any) -> Any:
 
 
 def restore_generator(generator: Any, state: Any, path: str = "") -> None:
-    """Set a generator to what :func:`capture_generator` returned; ``path`` is where its owner has it."""
+    """Set a generator to what :func:`capture_generator` returned; ``path`` is its place in its owner, for messages."""
     generator = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     if isinstance(generator, torch.Generator):
         saved: Any = state.get("torch") if isinstance(state, dict) else state
         device = state.get("device") if isinstance(state, dict) else None
-        # earlier versions have not saved where it was
+        # earlier versions did not save the device
         is_there = device in (None, generator.device.type) and isinstance(saved, torch.Tensor)
         if not is_there or saved.numel() != generator.get_state().numel():
             warn(
@@ -262,7 +262,7 @@ def capture_generators(owner: object) -> dict[str, Any]:
 
 
 def restore_generators(owner: object, states: Mapping[str, Any]) -> list[str]:
-    """Set the generators of an object to captured states; return the paths of those that it has no more."""
+    """Set the generators of an object to captured states; return the paths of those that it no longer has."""
     missing = set(states)
     for path, generator in find_generators(owner):
         if path in states:

@@ -1,4 +1,4 @@
-"""An index sampler that can be asked where it is, and started again from there."""
+"""Wrap an index sampler to record its position in a pass, and to continue from there without a stored permutation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEEDS = ("seed", "epoch")
 
 @dataclasses.dataclass(frozen=True)
 class SamplerMoment:
-    """Everything a sampler's next numbers can depend on, at one moment."""
+    """Everything that a sampler's next indices can depend on, at one moment."""
 
     rng: RngState  # the global generators
     generators: Mapping[str, Any]  # the sampler's own generators, captured
@@ -41,11 +41,10 @@ class SamplerMoment:
 class SamplerPass:
     """One pass over the data."""
 
-    begun: SamplerMoment  # the moment its iterator was made
-    # The moment the first batch of indices was drawn, which is when most samplers draw their permutation; None before
-    # that.
+    begun: SamplerMoment  # the moment when its iterator was created
+    # The moment before the first batch of indices was drawn, when most samplers draw their permutation; None until then
     first: SamplerMoment | None = None
-    drawn: int = 0  # number of batches of indices drawn; with workers it is ahead of the batches that were consumed
+    drawn: int = 0  # number of batches of indices drawn; with workers, ahead of the number of consumed batches
     draws_throughout: bool = False
 
 
@@ -60,16 +59,16 @@ def _parts(sampler: object) -> Iterator[tuple[str, object]]:
 
 
 def handed_out(iterator: Any) -> int | None:
-    """Return how many batches an iterator of a ``DataLoader`` has handed out, which only torch's own counter tells.
+    """Return how many batches an iterator of a ``DataLoader`` has handed out, from torch's private counter.
 
-    None if a release of torch counts in another way: such an iterator is not followed.
+    None if a release of torch has no such counter; the iterator's position is unknown then.
     """
     count = getattr(iterator, "_num_yielded", None)
     return count if isinstance(count, int) else None
 
 
 def describe_sampler(sampler: object) -> str:
-    """Name a sampler and the samplers inside it, and whether they shuffle."""
+    """Return a text with the classes of a sampler and the samplers inside it, and whether they shuffle."""
     names = []
     for _, part in _parts(sampler):
         shuffle = getattr(part, "shuffle", None)
@@ -80,8 +79,8 @@ def describe_sampler(sampler: object) -> str:
 def capture_counters(sampler: object, initial: Mapping[str, int] | None = None) -> dict[str, int]:
     """Capture the integers of a sampler and of the samplers inside it.
 
-    Of an ``initial`` capture, only seeds, epochs and what differs from it are returned, so that what the user
-    configured for this run (``num_replicas``, ``batch_size``) is left to the user.
+    With an ``initial`` capture, only seeds, epochs and integers that differ from it are returned, so that settings of
+    the resumed run (``num_replicas``, ``batch_size``) take effect.
     """
     counters: dict[str, int] = {}
     for path, part in _parts(sampler):
@@ -98,7 +97,7 @@ def capture_counters(sampler: object, initial: Mapping[str, int] | None = None) 
 
 
 def restore_counters(sampler: object, counters: Mapping[str, int]) -> None:
-    """Set the integers that :func:`capture_counters` returned, where the sampler still has them."""
+    """Set the integers that :func:`capture_counters` returned, if the sampler still has them."""
     for path, part in _parts(sampler):
         for name, value in list(vars(part).items()) if hasattr(part, "__dict__") else ():
             if type(value) is int and counters.get(path + name, value) != value:
@@ -110,10 +109,10 @@ def _itself(sampler: Any) -> Any:
 
 
 class RecordingSampler(Forwarding):
-    """Stands in front of the sampler (or batch sampler) that a loader takes its indices from.
+    """A wrapper of the sampler (or batch sampler) that a loader takes its indices from.
 
-    It yields what the sampler yields, and remembers what is needed to make the same pass again and to skip what was
-    consumed: no permutation is stored, however large the data set. Everything else is forwarded to the sampler.
+    It yields what the sampler yields, and records what is needed to repeat the pass and skip the consumed part. No
+    permutation is stored, however large the data set is. All other attributes are those of the sampler.
     """
 
     _own = frozenset(
@@ -126,15 +125,14 @@ class RecordingSampler(Forwarding):
         self.loader = loader
         self.current: SamplerPass | None = None  # the pass of the last iterator
         self.live: _RecordingIterator | None = None  # the last iterator
-        self.drawn_in: int | None = None  # the thread that has drawn from it last
-        # Set for a pass whose workers, in the run that is repeated, were there already, so that no seed was drawn for
-        # them.
+        self.drawn_in: int | None = None  # id of the thread that has last drawn from it
+        # Set for a pass that had persistent workers already in the saved run, so that no seed was drawn for them there.
         self.undo_seed = False
         self._initial = capture_counters(inner)
-        # The plain values that it carries.
+        # The sampler's plain values.
         self.plain = PlainState(inner, skip=(loader, getattr(loader, "dataset", None)))
-        self.moving: set[str] = set()  # which of them, and of its integers, change as it is drawn from
-        self.moved: frozenset[str] = frozenset()  # those of the run that is resumed
+        self.moving: set[str] = set()  # paths of plain values and integers that change when indices are drawn
+        self.moved: frozenset[str] = frozenset()  # the same of the run that is resumed
         self._pending: tuple[SamplerPass, int] | None = None
         stay_stateful(self)
 
@@ -142,15 +140,15 @@ class RecordingSampler(Forwarding):
         return _itself, (self.inner,)  # a copy of the loader has its own
 
     def drawn_from(self) -> Any:
-        """Return the sampler that has the state."""
+        """Return the sampler whose state is captured and restored."""
         return self.inner
 
     def make_iterator(self) -> Any:
-        """Return what the indices of the next pass are taken from."""
+        """Return the iterator that yields the indices of the next pass."""
         return iter(self.inner)
 
     def moment(self) -> SamplerMoment:
-        """Capture what the next numbers depend on now."""
+        """Capture everything that the next indices depend on."""
         return SamplerMoment(RngState.capture(), self.generators(), self.counters(), self.plain.capture()[0])
 
     def counters(self) -> dict[str, int]:
@@ -167,7 +165,8 @@ class RecordingSampler(Forwarding):
 
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
         """Go back to a captured moment, with or without the global generators."""
-        # What drawing changes, and is not in it, was as it began: the script may have set a later state that it keeps.
+        # An integer that drawing changes and that was not captured had its initial value then. The script itself may
+        # have set it to a later one.
         began = {path: value for path, value in self._initial.items() if path in self.moved}
         restore_counters(self.drawn_from(), {**began, **moment.counters})
         self.plain.restore(moment.values)
@@ -189,12 +188,12 @@ class RecordingSampler(Forwarding):
         self.live = None
 
     def resumed(self) -> None:
-        """Tell that the loader's iterator is made, so that later passes are passes of their own."""
+        """Note that the loader's iterator was created, so that later passes are new ones."""
         self._pending = None
         self.undo_seed = False
 
     def __iter__(self) -> _RecordingIterator:
-        # a loader with workers asks twice, before and after it draws the seed of its workers; the first time counts
+        # a loader with workers calls this twice, before and after it draws its workers' seed; the first call counts
         again = self.live is not None and self.live.untouched
         if again and self.undo_seed and self.current is not None:
             self.restore(self.current.begun)
@@ -220,18 +219,18 @@ class _RecordingIterator:
         self.inner = sampler.make_iterator()
         self._first = first
         self._skip = skip
-        stay_stateful(self)  # so that checkpoints are also good for the loader's own way to resume
+        stay_stateful(self)  # so that the loader's own state_dict, which includes the sampler's, stays complete
 
     def __iter__(self) -> _RecordingIterator:
         return self
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing was drawn from it."""
+        """Whether nothing has been drawn from it."""
         return self.current.first is None
 
     def fast_forward(self) -> None:
-        """Draw and drop what is to be skipped, leaving the global generators as they are."""
+        """Draw and drop the batches to skip, leaving the global generators unchanged."""
         if not self._skip:
             return
         skip, self._skip = self._skip, 0
@@ -249,7 +248,7 @@ class _RecordingIterator:
         self.fast_forward()
         if self.current.first is None:
             self.current.first = self.sampler.moment()
-        # the second draw tells a sampler that has made its permutation from one that draws as it goes
+        # the second draw shows whether the sampler draws random numbers with each batch, or only once for a permutation
         before = (RngState.capture(), self._values()) if self.current.drawn == 1 else None
         indices = next(self.inner)
         if before is not None:

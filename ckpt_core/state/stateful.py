@@ -1,4 +1,4 @@
-"""Objects with a state: what has ``state_dict`` and ``load_state_dict``."""
+"""Stateful objects, which have ``state_dict`` and ``load_state_dict``, and wrappers that forward to such an object."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether an object has both methods."""
+    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def stay_stateful(wrapper: Any) -> None:
-    """Give a wrapper the methods of its inner object's state, if that has one, in its class.
+    """Give a wrapper a class with ``state_dict`` and ``load_state_dict`` if its inner object has them.
 
-    Since Python 3.12, ``isinstance(wrapper, Stateful)`` of a protocol looks for methods in the class: what
-    ``__getattr__`` forwards does not count, and torchdata's loaders would leave the object out of their state.
+    Since Python 3.12, ``isinstance(wrapper, Stateful)`` with a protocol looks for methods in the class only, so those
+    that ``__getattr__`` forwards do not count, and torchdata's loaders would leave the object out of their state.
     """
     kind: Any = type(wrapper)
-    shows_another = any("__class__" in vars(base) for base in kind.__mro__[:-1])  # and is taken for one of those
+    shows_another = any("__class__" in vars(base) for base in kind.__mro__[:-1])  # it passes for its inner class
     if is_stateful(wrapper.inner) and not shows_another:
         object.__setattr__(wrapper, "__class__", _with_state(kind))
 
@@ -39,7 +39,7 @@ class _ForwardedState:
 
 
 class Forwarding:
-    """Stands in front of an object: what is not among its own attributes is read from, and set on, that one."""
+    """A wrapper that reads and sets attributes on its ``inner`` object, except those named in ``_own``."""
 
     _own: frozenset[str]
     inner: Any

@@ -1,6 +1,6 @@
-"""What Lightning's Trainer and Fabric collect for a checkpoint, as the parts of a directory checkpoint, and back.
+"""Convert checkpoints of Lightning's Trainer and Fabric into the parts of a directory checkpoint, and back.
 
-Names of keys only: Lightning need not be installed to convert one layout into the other.
+Only names of keys are used, so Lightning need not be installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODEL = "model"
 _REST = "trainer"
 _GRADIENTS = "gradients"
 _FABRIC = "fabric"
-# in the Trainer's checkpoint: gradients of an open accumulation window, of which each rank has its own
+# key in the Trainer's checkpoint: this rank's gradients of an open accumulation window
 GRADIENTS_KEY = "lightning_ckpt_gradients"
 
 
@@ -26,9 +26,9 @@ def parts_of(
     """Split a checkpoint of the Trainer into parts.
 
     Weights and optimizers are parts of their own, so that each can be read alone; their tensors may be distributed. The
-    rest is that of rank 0: only there has it everything, and ranks may differ in it. So are the ``buffers``: each rank
-    has updated its own with its own batches, and DDP continues with those of rank 0. ``frozen`` parameters are those
-    that training does not change.
+    rest is taken from rank 0: only there it is complete, and ranks may differ. So are the ``buffers``: each rank has
+    updated its own with its own batches, and DDP continues with those of rank 0. ``frozen`` parameters are those that
+    training does not change.
     """
     model = checkpoint.get("state_dict", {})
     whole = {name: value for name, value in model.items() if name in buffers or not isinstance(value, torch.Tensor)}
@@ -44,7 +44,7 @@ def parts_of(
 
 
 def metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is asked of a checkpoint before it is loaded: can it be resumed from, what was the best."""
+    """Return the metadata that can be read without loading the checkpoint: epoch, step, best paths, metrics."""
     found: dict[str, Any] = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
     if "optimizer_states" in checkpoint:
         found["optimizer_states"] = len(checkpoint["optimizer_states"])
@@ -68,23 +68,23 @@ def metrics_of(checkpoint: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rest_of(opened: Any) -> tuple[dict[str, Any], dict[str, Any], list[str] | None]:
-    """Return all of a checkpoint but weights and optimizers: that, the buffers, the order of the model's state."""
+    """Return the rest (no weights or optimizers) of a checkpoint, the buffers, and the order of the model's state."""
     rest = opened.load(_REST, rank=0)
     return rest["checkpoint"], rest["buffers"], rest["order"]
 
 
 def gradients_of(opened: Any, ranks: Iterable[int]) -> dict[int, Any]:
-    """Return the gradients of an open accumulation window that some of the ranks had, by rank."""
+    """Return the gradients that ``ranks`` had in an open accumulation window, by rank."""
     return {rank: opened.load(_GRADIENTS, rank=rank) for rank in ranks}
 
 
 def is_of_trainer(opened: Any) -> bool:
-    """Return whether an open directory checkpoint was made of a Trainer's."""
+    """Return whether an open directory checkpoint was made from a Trainer's checkpoint."""
     return {_MODEL, _REST, _GRADIENTS} <= set(opened.parts)
 
 
 def rest_of_fabric(opened: Any) -> dict[str, Any] | None:
-    """Return what Fabric keeps of rank 0, the buffers by the names of the parts; None if it is not Fabric's."""
+    """Return rank 0's rest of a Fabric checkpoint, with buffers by part name; None if it is not Fabric's."""
     part = opened.parts.get(_FABRIC)
     if part is None or part.kind != Kind.PER_RANK.value:
         return None
@@ -94,7 +94,7 @@ def rest_of_fabric(opened: Any) -> dict[str, Any] | None:
 
 
 def buffers_apart(opened: Any, part: str) -> dict[str, Any]:
-    """Return the buffers of a model that a Trainer or Fabric has saved: those of rank 0, which are not in the part."""
+    """Return rank 0's buffers of a model that a Trainer or Fabric has saved, which are stored outside its part."""
     if part == _MODEL and is_of_trainer(opened):
         return rest_of(opened)[1]
     found = (rest_of_fabric(opened) or {}).get(part)
@@ -104,11 +104,11 @@ def buffers_apart(opened: Any, part: str) -> dict[str, Any]:
 def whole(
     opened: Any, ranks: Iterable[int], *, map_location: Any | None = None, empty: Callable[..., Any] | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint as the Trainer collected it, all of its tensors whole.
+    """Return a checkpoint as the Trainer collected it, with whole tensors.
 
-    ``ranks`` are those whose gradients of an open accumulation window are wanted. ``map_location`` is the device of the
-    tensors; it is the CPU where it maps the devices that tensors were on, which a directory does not say. ``empty``
-    makes the large tensors instead, without values.
+    It has the gradients that ``ranks`` had in an open accumulation window. ``map_location`` is the device of the
+    tensors. If it maps saved devices, which a directory does not record, the CPU is used. ``empty`` is called to create
+    large tensors without values instead.
     """
     device = map_location if isinstance(map_location, (str, torch.device)) else empty
     checkpoint, buffers, order = rest_of(opened)

@@ -1,9 +1,8 @@
-"""The random generators of data loading workers, and what they count.
+"""Capture and restore the random generators and counters of data loading workers.
 
-Each worker leaves its generators, and the numbers that its copies of data set and ``collate_fn`` have changed, in
-shared memory after every batch it made. The main process, which knows how many batches of each worker were consumed,
-picks the matching record at a save; a new worker can continue from it. So a resume need not load the data of the past
-again to bring the workers to where they were.
+After every batch, each worker writes its generators, and the numbers that its copies of data set and ``collate_fn``
+have changed, to shared memory. At a save, the main process, which knows how many batches of each worker were consumed,
+picks the matching record. A new worker can continue from it, so a resume need not load past data again.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _TOO_LONG = (1 << 64) - 1
 
 
 class WorkerRngLog:
-    """A ring of the last generator states of each worker, in shared memory.
+    """A ring buffer of the last generator states of each worker, in shared memory.
 
-    ``depth`` is how many batches back can be asked for, more than a worker can be ahead of the consumer; ``room`` is in
-    bytes, for the generators that data set and ``collate_fn`` carry.
+    ``depth`` is the number of batches for which states are kept, more than a worker can be ahead of the consumer.
+    ``room`` is the number of bytes for the generators that data set and ``collate_fn`` carry.
     """
 
     def __init__(self, num_workers: int, depth: int, room: int = 0) -> None:
@@ -45,15 +44,15 @@ class WorkerRngLog:
         ).share_memory_()
 
     def start(self, worker: int) -> None:
-        """Called in a worker when it starts."""
+        """Note, in a worker, that it has started."""
         self._counts[worker] = 0
 
     def count(self, worker: int) -> int:
-        """Number of batches the worker has made since it started."""
+        """Return the number of batches that a worker has made since it started."""
         return max(0, int(self._counts[worker]))
 
     def record(self, worker: int, carried: bytes = b"") -> None:
-        """Called in a worker after each batch."""
+        """Record, in a worker, its generators after a batch, and what its objects carry."""
         count = int(self._counts[worker])
         packed = torch.frombuffer(
             bytearray(pack_rng() + carried.ljust(self.room, b"\0")[: self.room]), dtype=torch.uint8
@@ -62,9 +61,10 @@ class WorkerRngLog:
         self._counts[worker] = count + 1
 
     def state_after(self, worker: int, batches: int, timeout: float = 60.0) -> torch.Tensor | None:
-        """Return the worker's generators as they were after its first ``batches`` batches; None after 0.
+        """Return the record of a worker after its first ``batches`` batches; None if that is 0.
 
-        It waits ``timeout`` seconds for a worker that is still busy with one of them.
+        Waits up to ``timeout`` seconds for a worker that has not made them yet. Raises :class:`CheckpointError` if it
+        does not make them in time, or if the record has been overwritten.
         """
         if batches <= 0:
             return None
@@ -81,7 +81,7 @@ class WorkerRngLog:
 
 
 def pack_carried(carried: Carried, room: int | None = None) -> bytes:
-    """Return the generators of objects as bytes, which say how many they are, or that they are more than ``room``."""
+    """Return the generators of objects as bytes after their length, or only a mark if these exceed ``room``."""
     if not carried.has_generators:
         return b""
     buffer = io.BytesIO()
@@ -92,7 +92,7 @@ def pack_carried(carried: Carried, room: int | None = None) -> bytes:
 
 
 def pack_counts(counts: Mapping[str, Counts], room: int) -> bytes:
-    """Return the numbers that objects have changed as bytes, which say how many they are; none if there are more."""
+    """Return the numbers that objects have changed as bytes after their length; nothing if these exceed ``room``."""
     numbers = {name: found for name, of in counts.items() if (found := of.numbers())}
     if not numbers:
         return b""
@@ -103,7 +103,7 @@ def pack_counts(counts: Mapping[str, Counts], room: int) -> bytes:
 
 
 def unpack_carried(packed: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Undo :func:`pack_carried`, and :func:`pack_counts` of what follows it."""
+    """Undo :func:`pack_carried`, and :func:`pack_counts` in the bytes after it."""
     found = []
     for _ in range(2):
         (length,) = _LENGTH.unpack_from(packed) if len(packed) >= _LENGTH.size else (0,)
@@ -114,16 +114,16 @@ def unpack_carried(packed: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def has_lost_carried(recorded: torch.Tensor, here: Carried) -> bool:
-    """Whether what a worker recorded lacks generators: those that there are here, too, or more than it had room for."""
+    """Return whether a worker's record lacks generators, because it has none of those ``here`` or had no room."""
     carried = recorded[PACKED_RNG_BYTES:].numpy().tobytes()
     return here.has_generators if not carried else _LENGTH.unpack_from(carried)[0] == _TOO_LONG
 
 
 class RecordingCollate:
-    """A ``collate_fn`` that also records the worker's generators, and sets them once after a resume.
+    """A ``collate_fn`` that also records the worker's generators, and restores them once after a resume.
 
-    ``resume`` has for each worker the packed generators to continue from, or None. The first ``throwaway`` workers make
-    one batch that is dropped before they continue.
+    ``resume`` has for each worker the record to continue from, or None. The first ``throwaway`` workers make one batch
+    that is dropped before they continue.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RecordingCollate:
         self._counts: dict[str, Counts] = {}
 
     def begin(self) -> Carried:
-        """Return what this worker carries, as it is known from the first call on."""
+        """Return the generators that this worker's objects carry; the first call also notes their initial numbers."""
         if self._carried is None:
             worker = get_worker_info()
             owners = {"": None if worker is None else worker.dataset, "collate_fn": self.collate_fn}
@@ -158,7 +158,7 @@ class RecordingCollate:
             count = self.log.count(worker.id)
             carried = self.begin()
             if count & (count + 1) == 0:
-                carried.look()  # batches may have made some, the first ones above all
+                carried.look()  # making a batch may have created generators, most often one of the first batches
             packed = pack_carried(carried, self.log.room) or _LENGTH.pack(0)
             self.log.record(worker.id, packed + pack_counts(self._counts, self.log.room - len(packed)))
         return batch
@@ -167,7 +167,7 @@ class RecordingCollate:
         return {**vars(self), "_carried": None, "_counts": {}}
 
     def install(self, worker: int) -> None:
-        """Set the generators of this worker process, and what it counts, to those it continues from."""
+        """Restore the generators and counters of this worker process from the record that it continues from."""
         packed = self.resume[worker] if worker < len(self.resume) else None
         if packed is not None:
             data = packed.numpy().tobytes()
@@ -175,14 +175,14 @@ class RecordingCollate:
             if len(data) > PACKED_RNG_BYTES:
                 generators, numbers = unpack_carried(data[PACKED_RNG_BYTES:])
                 carried = self.begin()
-                carried.look()  # a batch that was dropped may have made some
+                carried.look()  # making the dropped batch may have created generators
                 carried.restore_generators(generators)
                 for name, counts in self._counts.items():
                     counts.restore(numbers.get(name, {}))
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that calls the loader's own one and then lets a resumed worker continue."""
+    """A ``worker_init_fn`` that calls the loader's own and then restores the state of a resumed worker."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None, collate: RecordingCollate) -> None:
         self.worker_init_fn = worker_init_fn
@@ -198,9 +198,9 @@ class WorkerInit:
 
 
 class _WithWorkersGenerators(Forwarding):
-    """Lets a wrapped data set be used, read and changed through its wrapper.
+    """Base of the wrappers of data sets: attributes are read from and set on the wrapped data set.
 
-    ``worker_init_fn`` may set attributes of the data set of its worker, and means the user's object.
+    A user's ``worker_init_fn`` may set attributes of its worker's data set, and means its own object.
     """
 
     _own = frozenset({"inner", "pending"})
@@ -262,7 +262,7 @@ class _RngIterator:
         return self
 
     def __next__(self) -> Any:
-        # not earlier: what the stateful loader does between loading the state and the first sample draws numbers too
+        # not earlier, because the stateful loader draws numbers between loading the state and the first sample
         self.owner.install()
         return next(self.inner)
 
