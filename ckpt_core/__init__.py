@@ -1,4 +1,4 @@
-"""Training state to durable, verified checkpoints and back: the engine of the plugins."""
+"""Engine of the plugins: saves a training state as a durable, verified checkpoint and loads it again."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch when something needs it: the help of the ``ckpt`` command does not."""
+    """Import a public name or submodule on first access, so that ``ckpt --help`` does not import torch."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES.get(name, "errors" if name.endswith("Error") and name in __all__ else None)

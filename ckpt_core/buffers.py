@@ -1,4 +1,4 @@
-"""Host memory that bytes pass through on their way to storage: page-aligned, and with all of its pages present."""
+"""Page-aligned, prefaulted host buffers for staging and loading, pinned where a device copies, and pools of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ckpt_core._devices.streams import Events, can_copy_late, events_of_current_
 from ckpt_core.errors import OutOfMemoryError, SerializationError
 
 _PAGE = mmap.PAGESIZE
-_MOST_PINNED = 6  # a disk is read by four threads, and two buffers more are being copied from
-_WORTH_PINNING = 64 * 2**20  # bytes: to pin the buffers takes longer than to copy less
+_MOST_PINNED = 6  # four threads read from the disk, and the device copies from two more buffers
+_WORTH_PINNING = 64 * 2**20  # bytes; for less, pinning the buffers takes longer than copying from unpinned memory
 
 
 class StagingBuffer:
     """Page-aligned host memory of a fixed size, all of its pages present, as a ``uint8`` tensor and a ``memoryview``.
 
-    ``pinned`` locks the pages where an accelerator is in use. On the thread that trains: on another one, CUDA would
-    take memory on the first device, whichever the process uses.
+    ``pinned`` locks the pages if an accelerator is in use. Create a pinned buffer on the training thread: on another
+    thread, CUDA would allocate memory on the first device, even if the process uses a different one.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        self.is_lent = False  # by a pool that notes it
+        self.is_lent = False  # set by the pool that lends it
         try:
             self._map = mmap.mmap(-1, self.nbytes)
         except (OSError, MemoryError, OverflowError) as error:
@@ -41,13 +41,13 @@ class StagingBuffer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._map)
-        # Not a tensor of inference mode, which could not be written to outside it: validation saves inside, training
-        # out.
+        # Not an inference tensor, which only inference mode can write to: validation saves in that mode, training does
+        # not.
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensor.zero_()
         unpin = pin(self.tensor) if pinned else None
-        # Also where nobody closes it: a device must not know memory that the system has taken back.
+        # Also if it is never closed: memory that is returned to the system must not stay registered with the device.
         self._unpin = None if unpin is None else weakref.finalize(self, unpin)
         if self._unpin is not None:
             self._unpin.atexit = False
@@ -58,32 +58,32 @@ class StagingBuffer:
         return self._unpin is not None
 
     def close(self) -> None:
-        """Give the memory back to the system (views that are still held keep it until they go)."""
+        """Return the memory to the system (views that still exist keep it until they are freed)."""
         if self._unpin is not None:
             self._unpin()
         self.memory.release()
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        self.__dict__.pop("_map", None)  # done twice after Ctrl-C
+        self.__dict__.pop("_map", None)  # no error if missing: after Ctrl-C, close is called twice
 
 
 class ScratchBuffers:
-    """A few small buffers that several threads take and give back, kept until :meth:`close`.
+    """Pool of a few small buffers that several threads borrow and return, kept until :meth:`close`.
 
-    ``most_pinned`` is the number of pinned buffers for copies to devices. One is lent again when its copies are done;
-    others are filled meanwhile. With 0, buffers are not pinned, and there are as many as are lent at a time.
+    ``most_pinned`` is the maximum number of pinned buffers for copies to devices. A buffer is lent again when its
+    copies are done; others are filled meanwhile. With 0, buffers are not pinned, and their number is not limited.
     """
 
     def __init__(self, most_pinned: int = 0) -> None:
         self._most_pinned = most_pinned
-        self._idle: collections.deque[tuple[StagingBuffer, Events]] = collections.deque()  # the oldest copies first
+        self._idle: collections.deque[tuple[StagingBuffer, Events]] = collections.deque()  # oldest copies first
         self._lent = 0
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def lent(self, nbytes: int, filled: Sequence[torch.Tensor] = ()) -> Iterator[StagingBuffer]:
-        """Lend a buffer of at least ``nbytes``, from which the body may queue copies to ``filled``.
+        """Lend a buffer of at least ``nbytes``, from which the body may queue copies to the tensors ``filled``.
 
-        Where there is no memory for one more, wait for one to come back.
+        If there is no memory for another buffer, wait until one is returned.
         """
         buffer = self._take(nbytes)
         try:
@@ -105,15 +105,15 @@ class ScratchBuffers:
             except BaseException as error:
                 with self._changed:
                     self._lent -= 1
-                    # Those that there are have to do: one that is being copied from is waited for.
+                    # From now on, the existing buffers have to suffice: wait for one that is still being copied from.
                     self._most_pinned = min(self._most_pinned, max(1, self._lent + len(self._idle)))
-                    self._changed.notify_all()  # who waits for what this thread asked for, and does not get
+                    self._changed.notify_all()  # other threads wait as long as this one counts as a borrower
                     if not isinstance(error, OutOfMemoryError) or not (self._lent or self._idle):
                         raise
                     self._changed.wait_for(lambda: self._idle or not self._lent)
 
     def _find(self) -> StagingBuffer | None:
-        """Return an idle buffer, when its copies are done; None if there is to be one more."""
+        """Return an idle buffer once its copies are done; None if the caller should allocate another buffer."""
         if not self._idle:
             return None
         buffer, events = self._idle[0]
@@ -132,7 +132,7 @@ class ScratchBuffers:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free the buffers that are not in use, when their copies are done."""
+        """Free the buffers that are not lent, once their copies are done."""
         with self._changed:
             while self._idle:
                 buffer, events = self._idle.popleft()
@@ -146,32 +146,32 @@ def _wait(events: Events) -> None:
 
 
 def buffers_for(targets: Iterable[torch.Tensor]) -> ScratchBuffers:
-    """Return buffers for a load, pinned ones where much goes to devices."""
+    """Return buffers for a load into ``targets``; pinned ones if at least 64 MiB go to devices."""
     nbytes = sum(target.nbytes for target in targets if not (target.is_cpu or target.is_meta))
     return ScratchBuffers(_MOST_PINNED if nbytes >= _WORTH_PINNING else 0)
 
 
 def copy_late(target: torch.Tensor, found: torch.Tensor, buffer: StagingBuffer) -> None:
-    """Copy from ``buffer``, which is given back with the target; late, if both allow it."""
+    """Copy ``found``, a view of a buffer lent with ``target`` among ``filled``; only queue the copy if possible."""
     target.copy_(found, non_blocking=buffer.is_pinned and can_copy_late(target))
 
 
-# Bytes of the host to copy: addresses of target and source, how many, and what keeps the source where it is; or two
-# tensors, where that is not all.
+# A copy in host memory: address of the target, address of the source, number of bytes, and an object that keeps the
+# source alive; or target and source tensors, if their bytes cannot be copied as they are.
 Move = tuple[int, int, int, object] | tuple[torch.Tensor, torch.Tensor]
 
 
 def move_of(target: torch.Tensor, source: torch.Tensor) -> Move:
-    """Return what is to be done to copy one tensor of the host into another."""
+    """Return the :data:`Move` that copies one host tensor into another."""
     address = source.data_ptr()
-    # Of freed memory, torch says what it thinks.
+    # An address of 0 means that the memory was freed: leave that copy to torch, which raises its own error.
     if address and source.dtype is target.dtype is torch.uint8 and source.is_contiguous() and target.is_contiguous():
         return target.data_ptr(), address, source.nbytes, source
     return target, source
 
 
 def storage_of(tensor: torch.Tensor, *, key: str | None = None) -> torch.UntypedStorage:
-    """Return the memory of a dense tensor; refuse one that has none, or less than its elements need."""
+    """Return the storage of a dense tensor; refuse a tensor without memory, or with less than its elements need."""
     what = "a tensor" if key is None else f"the tensor at {key}"
     try:
         storage = tensor.untyped_storage()
@@ -200,5 +200,5 @@ def _bytes_needed(tensor: torch.Tensor) -> int:
 
 def bytes_of(storages: Iterable[torch.UntypedStorage]) -> list[torch.Tensor]:
     """Return the bytes of storages as one-dimensional ``uint8`` tensors that share their memory."""
-    with torch.inference_mode(False):  # for other threads, which are not in that mode
+    with torch.inference_mode(False):  # so that other threads, which are not in that mode, can write to them
         return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]

@@ -1,4 +1,4 @@
-"""The checkpoints under one directory: which exist, and which is the newest that verifies."""
+"""Catalog of the checkpoints under one directory: list and order them, and find the newest one that verifies."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ logger = logging.getLogger(__name__)
 
 
 RECORD_OF_RESUMES = ".ckpt-resumes.json"  # see ckpt_core.resume
-_RECORDS = (LEDGER_NAME, RECORD_OF_RESUMES)  # beside the checkpoints
+_RECORDS = (LEDGER_NAME, RECORD_OF_RESUMES)  # files next to the checkpoints that are not checkpoints
 _READERS = 8  # threads
-_LOOKS = 3  # at most, where a run deletes what was listed: it may have saved another one meanwhile
+_LOOKS = 3  # maximum look-ups, if a running job deletes listed checkpoints: it may have saved newer ones meanwhile
 _STEP_IN_NAME = re.compile(r"(?:step|checkpoint)[=_-]?([0-9]+)")
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -72,12 +72,12 @@ class CheckpointInfo:
 
     Attributes:
         path: Local path or URL.
-        size: Length in bytes; of a directory, that of all files directly in it.
-        modified: The file system's date, Unix time in seconds; a copy may have any.
+        size: Length in bytes; for a directory, of all files directly in it.
+        modified: The file system's date, Unix time in seconds; unreliable for copied files.
         is_directory: Whether it is a directory and not one file.
-        committed: When it was committed, by its own record: Unix time in seconds, later than that of every checkpoint
-            that its run had seen. None if it has no record, because an older version or another program wrote it.
-        step: The training step of its state, by its own record; None if it has none.
+        committed: The commit time that its manifest records: Unix time in seconds, later than that of every checkpoint
+            that its run had seen. None if it records none, because an older version or another program wrote it.
+        step: The training step that its manifest records; None if it records none.
         is_readable: Whether that record could be read; if not, it is damaged, or this user may not read it.
         is_pinned: Whether it is pinned, so that no retention deletes it (``ckpt keep``).
     """
@@ -98,11 +98,11 @@ class CheckpointInfo:
 
 
 def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return checkpoints in order of their age, by their own records.
+    """Return checkpoints from newest to oldest, by the commit times and steps that they record.
 
     The later commit is the newer one, even if its step is lower, as in a run that went back to an older checkpoint on
-    purpose. Checkpoints without a record of their commit are ordered by step, also among the others; those without a
-    step, by the numbers in names that are otherwise equal. The file system's date decides last.
+    purpose. Checkpoints without a recorded commit time are ordered by step, also relative to the others; those without
+    a step, by the numbers in names that are otherwise equal. The file system's date decides last.
     """
     said: list[CheckpointInfo] = []
     stepped: list[CheckpointInfo] = []
@@ -123,7 +123,7 @@ def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def _step_of(info: CheckpointInfo) -> int | None:
-    """Return the step that a checkpoint, or its name, says it is of."""
+    """Return the step that a checkpoint records, or else the step in its name; None if there is neither."""
     if info.step is not None:
         return info.step
     found = _STEP_IN_NAME.findall(info.name)
@@ -139,7 +139,7 @@ def _series_of(info: CheckpointInfo) -> str:
 
 
 def _by_name(info: CheckpointInfo) -> tuple[bool, list[int], str]:
-    # A name without numbers, such as "last", is that of the newest of its series.
+    # A name without numbers, such as "last", is the newest of its series.
     numbers = _numbers(info)
     return not numbers, numbers, info.path
 
@@ -158,7 +158,7 @@ def _is_newer(info: CheckpointInfo, other: CheckpointInfo) -> bool:
         return step > others
     if _series_of(info) == _series_of(other):
         return _by_name(info) >= _by_name(other)
-    # Damaged ones come first, so that they are noticed and reported.
+    # Damaged checkpoints come first, so that they are noticed and reported.
     return _by_date(info) >= _by_date(other)
 
 
@@ -167,14 +167,14 @@ def _by_date(info: CheckpointInfo) -> tuple[Any, ...]:
 
 
 def _disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
-    """Return what suggests that ``other`` is the newest, contrary to :func:`newest_first`; None if nothing does."""
+    """Return, for a warning, what suggests that ``other`` is newer than ``newest``; None if nothing does."""
     if newest.committed is not None and (newest.committed, newest.step) == (other.committed, other.step):
         return None  # a copy
     step, others = _step_of(newest), _step_of(other)
     if step is not None and others is not None and others > step:
         return f"it was committed later, but {other.path} is at step {others}, and it is at step {step}"
     beside = os.path.dirname(newest.path.rstrip("/")) == os.path.dirname(other.path.rstrip("/"))
-    if beside and other.modified > newest.modified:  # between disk and memory, dates say nothing
+    if beside and other.modified > newest.modified:  # dates of a disk and of a memory tier cannot be compared
         return f"it records the latest commit, but by file dates {other.path} is newer: was the directory copied?"
     says = step is not None or newest.committed is not None
     if says or newest.modified == other.modified or _series_of(newest) == _series_of(other):
@@ -196,22 +196,22 @@ def first_usable(
 ) -> CheckpointInfo | None:
     """Walk back to the newest checkpoint that can be used; return None if there is no checkpoint.
 
-    A warning names each checkpoint that is passed over and what is used instead, or another checkpoint that is newer by
-    its step or file date.
+    A warning names each checkpoint that is passed over and the one used instead. Another warning names a checkpoint
+    that is newer than the chosen one by its step or file date.
 
     Args:
-        root: Their directory, for errors.
+        root: Directory of the checkpoints, for error messages.
         by_age: The checkpoints, newest first.
         check: Raises if a checkpoint cannot be used.
-        passed_over: Receives the problem of each checkpoint that is passed over, by path.
-        order: Returns them in the order in which to try them.
-        is_wanted: Whether a usable checkpoint is of the wanted kind.
-        is_gone: Whether an unusable checkpoint was merely deleted in the meantime.
+        passed_over: Receives the error of each checkpoint that is passed over, by path.
+        order: Returns the checkpoints in the order in which to try them.
+        is_wanted: Returns whether a usable checkpoint is of the wanted kind.
+        is_gone: Returns whether an unusable checkpoint was merely deleted in the meantime.
 
     Raises:
         CheckpointCorruptedError: There are checkpoints, but none can be used. The run must not start from scratch.
-        UnsafeCheckpointError: Reading one would run code. That is for the user to decide, because an older checkpoint
-            would lose the training since.
+        UnsafeCheckpointError: Reading a checkpoint would run code from it. The user must decide, because resuming from
+            an older one would lose the training since then.
     """
     ordered = order(list(by_age))
     for index, info in enumerate(ordered):
@@ -227,7 +227,7 @@ def first_usable(
             if not is_gone(info, error):
                 passed_over[info.path] = error
             continue
-        if ordered == by_age:  # otherwise something newer was skipped and has been named
+        if ordered == by_age:  # otherwise a newer checkpoint was skipped, and a warning has named it
             _warn_of_disagreement(info, ordered[index + 1 :], is_wanted)
         _warn_of_passed_over(passed_over, info.path)
         return info
@@ -255,7 +255,7 @@ def _warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | N
 
 
 class _DeletedMeanwhileError(Exception):
-    """A checkpoint that was listed is not there any more."""
+    """A checkpoint was deleted after it was listed."""
 
 
 class Catalog:
@@ -264,7 +264,7 @@ class Catalog:
     Args:
         root: Local directory or URL.
         suffix: Only names with this ending count. ``""`` means all, for directories that hold nothing else.
-        storage_options: For fsspec.
+        storage_options: Passed to fsspec for URLs.
         listeners: Called for checkpoints that are passed over.
         storage: The storage of the directory; by default, ``root`` decides.
         tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` is in one of them; ``storage`` is then
@@ -325,7 +325,7 @@ class Catalog:
         """Return all committed checkpoints, newest first (:func:`newest_first`). Reads each manifest.
 
         Args:
-            files: Only files with this ending are read. What others say of themselves is left out.
+            files: Read only files with this ending. Other files are listed without commit time and step.
         """
         for _ in range(_LOOKS):
             found, unread = list[CheckpointInfo](), list[CheckpointInfo]()
@@ -349,7 +349,7 @@ class Catalog:
         try:
             self._stamps[info] = stamp_of(info.path, storage=self._storage, is_directory=info.is_directory)
         except UnsafeCheckpointError:
-            self._stamps[info] = NO_STAMP  # reading its record would run code
+            self._stamps[info] = NO_STAMP  # reading its commit time and step would run code
         except CheckpointNotFoundError:
             pass  # deleted since it was listed
         except CheckpointError:
@@ -381,7 +381,7 @@ class Catalog:
     def _directly_in(self, storage: Storage, root: str) -> list[CheckpointInfo]:
         files = [(file, False) for file in storage.list(root)]
         directories = [(file, True) for file in storage.list_directories(root)]
-        # The store's dates are those of the uploads, which may have ended in another order than the saves.
+        # The store's dates are those of the uploads, which may have ended in a different order than the saves.
         is_uploaded = any(os.path.basename(file.path) == LEDGER_NAME for file, _ in files)
         committed = read_ledger(storage, root) if is_uploaded else {}
         pins = {os.path.basename(file.path) for file, _ in files if is_pin(file.path)}
@@ -401,22 +401,22 @@ class Catalog:
     ) -> CheckpointInfo | None:
         """Return the newest checkpoint whose bytes all match their digests, or None if there is no checkpoint.
 
-        A warning names each damaged one, and :attr:`passed_over` holds them. A file of another program, without
-        digests, counts if it is complete (:func:`ckpt_core.verify`). If steps or file dates suggest that another one is
-        newer, a warning names both.
+        Each damaged checkpoint is warned about and is in :attr:`passed_over`. A file of another program, without
+        digests, counts if it is complete (:func:`ckpt_core.verify`). If steps or file dates suggest that a different
+        checkpoint is newer, a warning names both.
 
         Args:
             accept: Called with a checkpoint's state (with tensors that have no values) or the metadata of a directory
                 (:func:`ckpt_core._pipeline.loading.peek`). Returns whether the checkpoint is wanted.
-            order: Called with all of them, newest first. Returns them in the order in which to try them, such as
+            order: Called with all checkpoints, newest first. Returns them in the order in which to try them, such as
                 :meth:`ckpt_core.resume.ResumeAttempts.in_order`.
 
         Raises:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, but none can be used.
             CheckpointNotFoundError: There is no such bucket.
-            StorageError: The directory is a file, or behind a link that leads nowhere.
+            StorageError: The directory is a file, or is behind a dangling symbolic link.
         """
-        wait_for_saves(self._saved_in, below=self._levels > 0)  # of any checkpointer in this process
+        wait_for_saves(self._saved_in, below=self._levels > 0)  # by any checkpointer in this process
         try:
             for _ in range(_LOOKS):
                 with contextlib.suppress(_DeletedMeanwhileError):
@@ -433,7 +433,7 @@ class Catalog:
         *,
         again: bool,
     ) -> CheckpointInfo | None:
-        """Walk back once; what was deleted meanwhile is left out, or ends the walk if there is to be another one."""
+        """Walk back once; leave out checkpoints deleted meanwhile or, with ``again``, raise _DeletedMeanwhileError."""
         self.passed_over = {}
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
         if not by_age:
@@ -441,7 +441,7 @@ class Catalog:
 
         def in_order(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
             ordered = infos if order is None else order(infos)
-            if not ordered:  # nothing, or only other files
+            if not ordered:  # the directory is empty, or holds only files that are no checkpoints
                 self.refuse_remains()
             return ordered
 
@@ -453,7 +453,7 @@ class Catalog:
 
         def is_gone(info: CheckpointInfo, error: CheckpointError) -> bool:
             gone = isinstance(error, CheckpointNotFoundError)
-            if isinstance(error, CheckpointCorruptedError):  # a directory that is deleted loses its files one by one
+            if isinstance(error, CheckpointCorruptedError):  # a directory that is being deleted loses files one by one
                 committed_by = f"{info.path}/{MANIFEST_NAME}" if info.is_directory else info.path
                 with contextlib.suppress(StorageError):
                     gone = not place(info)._storage.exists(committed_by)
@@ -472,7 +472,7 @@ class Catalog:
         )
 
     def refuse_wrong_directory(self) -> None:
-        """Refuse a directory where no checkpoint can be: that is no first start, but a wrong path.
+        """Refuse a directory in which there can be no checkpoint: that is a wrong path, not a first start.
 
         Raises:
             CheckpointError: As :func:`ckpt_core.storage.refuse_wrong_directory`.
@@ -481,13 +481,13 @@ class Catalog:
             refuse_wrong_directory(directory, self._storage_options)
 
     def refuse_remains(self) -> None:
-        """Refuse a local directory in which no checkpoint is complete, but one was: that is no first start, either.
+        """Refuse a local directory with a checkpoint that has lost its manifest: that is not a first start, either.
 
         Raises:
             CheckpointCorruptedError: A checkpoint has lost its manifest.
         """
         if is_remote(self._saved_in):
-            return  # on a store, an unfinished save has its final name, too
+            return  # on an object store, an unfinished save has its final name, too
         storage, places = storage_for(self._saved_in), [self._saved_in]
         for _ in range(self._levels + 1):
             below = [path for place in places for path in storage.subdirectories(place)]
@@ -498,7 +498,7 @@ class Catalog:
             places = [path for path in below if not os.path.basename(path).startswith(".")]
 
     def refuse_unwritable(self) -> None:
-        """Refuse a directory in which a run could not save. Later starts do without the place of the uploads.
+        """Refuse a directory in which a run could not save; check the remote tier only before the first local save.
 
         Raises:
             CheckpointError: As :func:`ckpt_core.storage.refuse_unwritable`.
@@ -534,10 +534,10 @@ class Catalog:
         try:
             return accept(self.peek(path))
         except UnsafeCheckpointError:
-            return True  # holds more than plain data: cannot be judged without running its code
+            return True  # holds more than plain data, so ``accept`` cannot be called without running its code
 
     def verify(self) -> dict[str, CheckpointError | None]:
-        """Verify every checkpoint; return the error of each, or None if it is intact."""
+        """Verify every checkpoint; return, by path, its error or None if it is intact."""
         result: dict[str, CheckpointError | None] = {}
         for info in self.checkpoints():
             try:
@@ -548,7 +548,7 @@ class Catalog:
         return result
 
     def prune(self, *, dry_run: bool = False) -> list[str]:
-        """Delete unfinished files and directories that dead processes left behind, and return their paths.
+        """Delete unfinished files and directories that dead processes have left behind, and return their paths.
 
         On an object store, uploads count as left behind after an hour without changes, and directories that were never
         committed after a day.

@@ -1,4 +1,4 @@
-"""Save and load checkpoints that are one file; the base class is shared with those that are directories."""
+"""Save and load checkpoints that are one file; the base class is shared with the checkpointer for directories."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["Checkpointer", "CheckpointerBase"]
 
 logger = logging.getLogger(__name__)
 
-_WORTH_RESERVING = 64 * 2**20  # bytes: less is allocated in some milliseconds
+_WORTH_RESERVING = 64 * 2**20  # bytes; allocating less takes only a few milliseconds
 
 OPTION_CHECKS: dict[str, Callable[[Any], Any]] = {
     "strategy": one_of("sync", "async"),
@@ -60,7 +60,7 @@ Base = TypeVar("Base", bound="CheckpointerBase")
 
 
 class CheckpointerBase:
-    """What both layouts share: settings, tiers, the pipeline, and all questions and requests about a path."""
+    """Base of both checkpointers: settings, tiers, the pipeline, and every method that takes a checkpoint's path."""
 
     def __init__(
         self,
@@ -104,22 +104,22 @@ class CheckpointerBase:
         self._queues = [self._pipeline.queue, *([] if self._uploader is None else [self._uploader.queue])]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies, also those in spawned processes, have the same settings and no pending saves."""
+        """Give copies, including those pickled for spawned processes, the same settings and no pending saves."""
         return functools.partial(type(self), **self._made_with), ()
 
     def notify(self, event: Event) -> None:
-        """Send the listeners an event that happened elsewhere."""
+        """Send the listeners an event that did not happen in this checkpointer."""
         notify(self._listeners, event)
 
     # ---- where checkpoints are ---------------------------------------------------------------------------------------
 
     def known_as(self, path: StrPath) -> str:
-        """Return the path by which a checkpoint is known: with two tiers, its local path."""
+        """Return the absolute path or URL that identifies a checkpoint; with two tiers, its path in the local tier."""
         full = full_path(path)
         return full if self._tiers is None or not self._tiers.covers(full) else self._tiers.local_path(full)
 
     def _save_path(self, path: StrPath) -> str:
-        """Return where a checkpoint is saved: with two tiers, below their local directory.
+        """Return the path at which a checkpoint is saved; with two tiers, its path in the local tier.
 
         Raises:
             StorageError: The path is in neither tier.
@@ -131,12 +131,12 @@ class CheckpointerBase:
         return self._storage or storage_for(path, self._storage_options)
 
     def _to_read(self, path: str) -> Storage:
-        """Return the storage to read a checkpoint from, whichever tier it is in."""
+        """Return the storage to read a checkpoint from; with two tiers, one that reads from either of them."""
         is_tiered = self._tiered is not None and self._tiered.tiers.covers(path)
         return self._tiered if self._tiered is not None and is_tiered else self._storage_for(path)
 
     def _uploader_of(self, path: str) -> Uploader | None:
-        """Return the uploader of a checkpoint, or of a directory of them; None if this process does not upload."""
+        """Return the uploader for a checkpoint or a directory of checkpoints; None if this process does not upload."""
         return self._uploader if self._tiers is not None and self._tiers.covers(path) else None
 
     @staticmethod
@@ -144,18 +144,18 @@ class CheckpointerBase:
         return path  # the file itself
 
     def exists(self, path: StrPath) -> bool:
-        """Return whether there is a checkpoint at ``path``, or a pending save of it."""
+        """Return whether there is a checkpoint at ``path``, or a pending save to it."""
         target = self.known_as(path)
         return self.is_pending(target) or self._to_read(target).exists(self._committed_by(target))
 
     def is_taken(self, path: StrPath) -> bool:
-        """Return whether ``path`` is in use; a remote tier is asked only once for each directory."""
+        """Return whether ``path`` is in use; the remote tier is listed only once for each directory."""
         target = self.known_as(path)
         found = self._storage_for(target).exists(self._committed_by(target))
         return found or self.is_pending(target) or target in self.uploaded_in(os.path.dirname(target))
 
     def uploaded_in(self, directory: StrPath) -> list[str]:
-        """Return the local paths of the uploaded checkpoints of ``directory``; the remote tier is asked only once."""
+        """Return the local paths of the uploaded checkpoints of ``directory``; the remote tier is listed only once."""
         target = self.known_as(directory)
         uploader = self._uploader_of(target)
         return [] if uploader is None else uploader.uploaded_in(target)
@@ -172,12 +172,12 @@ class CheckpointerBase:
         return self.known_as(path) in self.pending
 
     def has_failed(self, path: StrPath) -> bool:
-        """Return whether the last save of ``path``, or copy to it, has failed, whatever ``on_error`` says of it."""
+        """Return whether the last save or copy to ``path`` has failed, regardless of ``on_error``."""
         target = self.known_as(path)
         return self._pipeline.has_failed(target) and target not in self.pending
 
     def wait_when_touched(self, path: StrPath) -> None:
-        """Make whoever accesses a local ``path`` in this process wait for its pending save or removal."""
+        """Make all code in this process that opens a local ``path`` wait for its pending save or removal first."""
         target = self.known_as(path)
         jobs = self._pipeline.queue.jobs(target)
         if jobs and not is_remote(target):
@@ -189,9 +189,9 @@ class CheckpointerBase:
         return any(queue.pending for queue in self._queues)
 
     def wait(self, path: StrPath | None = None) -> None:
-        """Block until all saves (or that of ``path``) have ended, and raise the failure of one that failed.
+        """Block until all saves (or the save of ``path``) have ended, and raise a failure that was not raised yet.
 
-        A signal handler that has interrupted a save waits neither for that save nor for later requests.
+        In a signal handler that has interrupted a save, this waits neither for that save nor for later requests.
         """
         self._pipeline.queue.wait(None if path is None else self.known_as(path))
         self.raise_failure()
@@ -216,7 +216,7 @@ class CheckpointerBase:
         except Exception:  # noqa: BLE001 - whatever a user's module or tensor raises, the first save allocates
             return
         if self.strategy == "async" and nbytes >= _WORTH_RESERVING:
-            self._pipeline.buffers.reserve(nbytes + nbytes // 100 + 2**20)  # and padding between the tensors
+            self._pipeline.buffers.reserve(nbytes + nbytes // 100 + 2**20)  # with room for padding between tensors
 
     def _bytes_of_this_rank(self, tensors: Iterable[torch.Tensor]) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -244,7 +244,7 @@ class CheckpointerBase:
         return next((queue.failure for queue in self._queues if queue.failure is not None), None)
 
     def take_failure(self) -> CheckpointError | None:
-        """Return (instead of raising) a background failure that has not been raised yet. Does not block."""
+        """Return, instead of raising, a background failure that has not been raised yet. Does not block."""
         for queue in self._queues:
             failure = queue.take_failure()
             if failure is not None:
@@ -268,8 +268,8 @@ class CheckpointerBase:
     def remove(self, path: StrPath) -> None:
         """Delete the checkpoint at ``path`` once all saves requested so far are durable.
 
-        If the newest of them fails, the checkpoint is kept, with a warning. A pinned checkpoint stays
-        (:mod:`ckpt_core.pins`).
+        If the newest of these saves fails, the checkpoint is kept and a warning is logged. A pinned checkpoint is
+        never deleted (:mod:`ckpt_core.pins`).
         """
         target = self.known_as(path)
         delete = functools.partial(self._delete, self._storage_for(target), target)
@@ -290,20 +290,20 @@ class CheckpointerBase:
         storage.remove(path)
 
     def _wait_to_read(self, path: StrPath) -> str:
-        """Wait for pending saves of a checkpoint that is about to be read, and return its name."""
+        """Wait for pending saves of a checkpoint that is about to be read, and return its identifying path."""
         source = self.known_as(path)
         self._pipeline.queue.wait(source)
-        wait_for_saves(source)  # of another checkpointer
-        self.wait_staged()  # the load may write into tensors that a save still copies
+        wait_for_saves(source)  # by other checkpointers of this process
+        self.wait_staged()  # the load may overwrite tensors that a save is still copying
         uploader = self._uploader_of(source)
-        if uploader is not None and rank_of_process() == 0:  # all ranks load, but only one uploads
+        if uploader is not None and rank_of_process() == 0:  # all ranks load, but only rank 0 uploads
             uploader.resume(source)
         return source
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, *, raises: bool = True) -> None:
-        """Wait for everything, including uploads, free the buffers, and raise pending failures. It may be used again.
+        """Wait for all pending work, including uploads, free the buffers, and raise failures. Allows further use.
 
         Args:
             raises: Whether to raise failures; if not, they are dropped (they have been logged).
@@ -337,17 +337,17 @@ class Checkpointer(CheckpointerBase):
         storage: Use this storage for all checkpoints, whatever their path: your own
             :class:`~ckpt_core.storage.Storage`, or in tests a :class:`~ckpt_core.storage.FaultyStorage`. By default,
             the path decides. With ``tiers``, it is the storage of the local tier.
-        tiers: Commit on a local disk (:meth:`save` and :meth:`wait` refer to that), and upload from there in the
-            background. :meth:`load` takes the nearest intact copy (:class:`ckpt_core.tiers.Tiers`).
-        uploads: Whether this process uploads; with ``tiers``.
-        overlap: Whether the device copies parameters and optimizers' state during the next forward and backward pass
+        tiers: Commit on a local disk (:meth:`save` and :meth:`wait` wait only for that commit), and upload from there
+            in the background. :meth:`load` reads the nearest intact copy (:class:`ckpt_core.tiers.Tiers`).
+        uploads: Whether this process uploads; only used with ``tiers``.
+        overlap: Whether the device copies parameters and optimizer state during the next forward and backward pass
             (async saves of an accelerator's tensors). The host does not wait; the next step of any
-            ``torch.optim.Optimizer`` waits, on the device. Before anything else changes them, call
+            ``torch.optim.Optimizer`` waits, on the device. Before anything else changes these tensors, call
             :meth:`wait_staged`. Otherwise the save fails with a :class:`~ckpt_core.errors.SnapshotTornError`, and
             later saves wait for their copies.
-        max_host_bytes: Most memory in bytes for copies of states; None: as much as they need. A state larger than its
-            share (one of ``max_pending``) passes through in windows, and :meth:`save` returns when the last window is
-            copied, with ``overlap``, too (async only).
+        max_host_bytes: Maximum memory in bytes for copies of states; None: as much as they need. A state larger than
+            its share (this limit divided by ``max_pending``) is copied and written in windows, and :meth:`save` returns
+            when the last window is copied, even with ``overlap`` (async only).
 
     Examples:
         >>> import os, tempfile, torch
@@ -364,7 +364,7 @@ class Checkpointer(CheckpointerBase):
 
         Args:
             state: Anything that ``torch.save`` accepts.
-            path: Local path or URL. A checkpoint that is there now is replaced only once the new one is durable.
+            path: Local path or URL. An existing checkpoint there is replaced only once the new one is durable.
 
         Returns:
             The size of the checkpoint in bytes; approximate while it is being written.
@@ -386,10 +386,10 @@ class Checkpointer(CheckpointerBase):
             return self._pipeline.save(save, started=started, waited=waited)
 
     def copy(self, source: StrPath, target: StrPath) -> None:
-        """Also save the checkpoint ``source`` at ``target``; the save of ``source`` may still be pending.
+        """Make ``target`` a second name of the checkpoint ``source``, whose save may still be pending.
 
-        On a local disk, this is a hard link and costs nothing; on a store, it needs no upload. The two files do not
-        depend on each other.
+        On a local disk, this is a hard link and costs nothing; on an object store, it needs no upload. Deleting or
+        replacing one of the two files does not affect the other.
 
         Raises:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.

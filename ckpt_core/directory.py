@@ -1,4 +1,4 @@
-"""Save and load checkpoints that are directories, written by one process or by many together."""
+"""Save and load checkpoints that are directories, written by one rank or by many ranks together."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ Result = TypeVar("Result")
 
 
 class DirectoryCheckpoint(DirectoryReader):
-    """A committed checkpoint, open for reading on one rank; with two tiers, whichever copy is intact.
+    """A committed directory checkpoint, open for reading on one rank; with two tiers, the nearest intact copy.
 
-    Damage inside a tensor is noticed when its bytes are read. The whole request is then repeated from the other tier,
-    if that has a copy of the same save. Use it as a context manager, or call :meth:`close`.
+    Damage inside a tensor is noticed when its bytes are read. The whole request is then repeated from the remote tier,
+    if the copy there is of the same save. Use it as a context manager, or call :meth:`close`.
 
     Args:
         path: The checkpoint's directory or URL.
         storage: The storage that holds it.
-        ranks: The ranks.
+        ranks: The ranks of the run that reads it.
         weights_only: As for ``torch.load``, for objects that are not plain data; None means True.
 
     Attributes:
-        path: The directory that is read, of whichever tier.
+        path: The directory that is read; with two tiers, its path in the tier that is used.
         metadata: The metadata passed to the save.
         world_size: Number of ranks that wrote it.
         save_id: The id of the save.
@@ -58,7 +58,7 @@ class DirectoryCheckpoint(DirectoryReader):
 
     Raises:
         CheckpointNotFoundError: There is no manifest: no checkpoint was ever committed there.
-        CheckpointFormatError: Another program wrote it, or a newer version.
+        CheckpointFormatError: Another program or a newer version wrote it.
         CheckpointCorruptedError: The manifest is damaged or invalid.
     """
 
@@ -72,7 +72,7 @@ class DirectoryCheckpoint(DirectoryReader):
     def _open(self, storage: Storage, path: str) -> None:
         super().__init__(path, storage, weights_only=self._weights_only)
         self._is_local = self._tiers is not None and storage is self._tiers.local
-        self.__dict__.pop("parts", None)  # of another copy
+        self.__dict__.pop("parts", None)  # cached from the copy in the other tier
 
     def load(
         self,
@@ -86,8 +86,8 @@ class DirectoryCheckpoint(DirectoryReader):
     ) -> Any:
         """Return a part of the state; see :meth:`ckpt_core._layouts.directory.loading.DirectoryReader.load`.
 
-        ``into`` may hold distributed tensors; this rank's pieces of them are read. ``rank`` is this process's rank by
-        default.
+        ``into`` may hold distributed tensors; only this rank's pieces of them are read. ``rank`` defaults to the rank
+        of this process.
         """
         read = functools.partial(
             super().load,
@@ -101,14 +101,14 @@ class DirectoryCheckpoint(DirectoryReader):
         return self._from_whole_copy(read)
 
     def read_file(self, name: str) -> bytes:
-        """Return the verified bytes of a file that the caller of the save added to the checkpoint.
+        """Return the verified bytes of a file that was added to the checkpoint by ``write_files`` of the save.
 
         Args:
             name: Its path relative to the checkpoint's directory.
 
         Raises:
             CheckpointNotFoundError: The checkpoint has no such file.
-            CheckpointCorruptedError: It is missing, or a byte differs.
+            CheckpointCorruptedError: The file is missing, or a byte differs.
         """
         return self._from_whole_copy(functools.partial(super().read_file, name))
 
@@ -133,7 +133,7 @@ class DirectoryCheckpoint(DirectoryReader):
         return read()
 
     def _change_over(self, error: CheckpointError) -> bool:
-        """Open the copy in the other tier, if it is of the same save; return whether it is."""
+        """Open the copy in the remote tier in place of a damaged local one; return whether it is of the same save."""
         tiers, save_id = self._tiers, self.save_id
         if tiers is None or not self._is_local or self._identity is None:
             return False
@@ -157,19 +157,19 @@ class DirectoryCheckpointer(CheckpointerBase):
 
     Call :meth:`save` and :meth:`copy` on all ranks together. They use no collective: the ranks report to rank 0 in the
     background, and rank 0 commits. If one rank fails, the save fails on all of them: the next :meth:`save`,
-    :meth:`wait` or :meth:`close` raises the same class of error, and what was at the path before is untouched. If one
-    rank raises at once (because something cannot be saved), the others raise that error in their next :meth:`save`,
-    after it has begun; that save is then pending on all ranks.
+    :meth:`wait` or :meth:`close` raises the same class of error, and an earlier checkpoint at the path is untouched.
+    If one rank raises in the call itself (because something cannot be saved), the other ranks raise that error in
+    their next :meth:`save`, after it has begun; that next save is then pending on all ranks.
 
     Args:
         ranks: The ranks that save together; by default, only this process.
         strategy: When :meth:`save` returns. ``"sync"``: when the checkpoint is durable; needs 112 MiB of extra memory
             on each rank. ``"async"``: when this rank's part is copied; needs memory for ``max_pending`` such parts.
-        slice_replicated: Whether each rank writes a slice of the state that all ranks share. Otherwise rank 0 writes
-            it, to files that other programs can read as they are.
+        slice_replicated: Whether each rank writes a slice of the replicated state. Otherwise rank 0 writes all of it,
+            to files that other programs can read as they are.
         max_pending: How many saves may be pending before the next one waits (async only).
         on_error: What to do when a background save fails. ``"raise"``: raise it as above. ``"warn"``: log and count it.
-        commit_timeout: How many seconds a rank whose part is durable waits for the others before the save fails.
+        commit_timeout: How many seconds a rank whose part is durable waits for the other ranks before the save fails.
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
         storage: Use this storage for all checkpoints, whatever their path. By default, the path decides. With
@@ -237,7 +237,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies have the same settings and no pending saves; only that of a single process can be copied."""
+        """Give copies the same settings and no pending saves; refuse a checkpointer of several ranks."""
         if self._ranks.world_size > 1:
             raise TypeError("a DirectoryCheckpointer of several ranks cannot be pickled: make one in each process")
         return super().__reduce__()
@@ -266,26 +266,25 @@ class DirectoryCheckpointer(CheckpointerBase):
 
         Args:
             parts: The state.
-            path: Local path or URL of the directory. A checkpoint that is there now is replaced only once the new one
+            path: Local path or URL of the directory. An existing checkpoint there is replaced only once the new one
                 is durable; other files in the directory stay.
-            metadata: Plain data to keep with the checkpoint; rank 0's counts.
-            step: The training step of the state. If ranks name different steps, the save is refused.
-            write_files: Called on every rank with an empty local directory. What it writes there becomes files of the
-                checkpoint, under the same relative names. Or the return value of :meth:`begin_files`, if the files are
-                already written.
+            metadata: Plain data to keep with the checkpoint; only that of rank 0 is used.
+            step: The training step of the state. If ranks give different steps, the save is refused.
+            write_files: Called on every rank with an empty local directory; what it writes there is added to the
+                checkpoint, under the same relative names. Or the return value of :meth:`begin_files`.
             number: The value of :attr:`next_number` on rank 0, for ranks that may have missed earlier saves.
-            absent: Called on rank 0 while it waits for the others; returns the ranks that will certainly not take
-                part, which are left out.
+            absent: Called on rank 0 while it waits for the other ranks; returns the ranks that will certainly not
+                take part, which are left out.
             slice_replicated: Overrides the option of the class for this save.
 
         Returns:
-            The size in bytes: of what this rank writes (async), or of the checkpoint (sync).
+            The size in bytes: of this rank's part (async), or of the checkpoint (sync).
 
         Raises:
             SerializationError: Something in ``parts`` or ``metadata`` is not plain data.
             SnapshotTornError: A tensor was changed while it was being copied.
             StorageError: The storage refused this save, or an earlier one in the background.
-            RankFailedError: Another rank is gone or stopped, or does not save.
+            RankFailedError: Another rank is gone or stopped, or does not call save.
         """
         target = self._name_of(path)
         if self._pipeline.is_inside_a_save and self._ranks.world_size > 1:
@@ -297,12 +296,12 @@ class DirectoryCheckpointer(CheckpointerBase):
         started = time.perf_counter()
         if (
             self._ranks.world_size == 1 and self._uploader is not None
-        ):  # with several, the others would wait for this one
+        ):  # with several ranks, the others would wait for this one
             self._uploader.queue.raise_failure()
         slices = self._slice_replicated if slice_replicated is None else slice_replicated
 
         def begin() -> IncrementalSave:
-            self._save_path(path)  # raises if outside the tiers, where the failure is announced to all ranks
+            self._save_path(path)  # if outside the tiers, raises here, where the failure is announced to all ranks
             return self._unchanged.begin(self._claimed(target), target)
 
         @functools.cache
@@ -326,7 +325,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 size = self._pipeline.save(share(), started=started, waited=waited)
         except Exception:
             raise
-        except BaseException as error:  # Ctrl-C on this rank: tell the others, which would wait for its part
+        except BaseException as error:  # Ctrl-C on this rank: tell the other ranks, which would wait for its part
             left_out = functools.partial(self._pipeline.leave_out, share(), error, waited=has_waited)
             do_through(functools.partial(left_out, limit=self._max_pending))
             raise
@@ -334,11 +333,11 @@ class DirectoryCheckpointer(CheckpointerBase):
         return size
 
     def refuse(self, path: StrPath, error: Exception, **about: Any) -> None:
-        """Let the other ranks, which call :meth:`save`, know at once why this one cannot; for the caller to raise.
+        """Tell the other ranks, which call :meth:`save`, why this rank cannot; the caller then raises ``error`` here.
 
         Args:
             path: As for :meth:`save`.
-            error: Why.
+            error: Why this rank cannot save.
             about: ``number`` and ``absent``, as for :meth:`save`.
         """
         if self._ranks.world_size > 1:
@@ -349,7 +348,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             self.save([], path, write_files=fail, **about)
 
     def _name_of(self, path: StrPath) -> str:
-        """Return where a checkpoint is saved; on one of many ranks also if it cannot be, which all learn later."""
+        """Return where a checkpoint is saved; on one of several ranks, an invalid path is refused later, on all."""
         try:
             return self._save_path(path)
         except Exception:
@@ -358,7 +357,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             return str(path)
 
     def wait_for_no_dead(self, find: Callable[[], Collection[int]]) -> None:
-        """Let saves fail that wait for a rank that ``find`` returns, because it is dead and has not done its part."""
+        """Make saves fail instead of waiting for a rank that died before it did its part; ``find`` returns the dead."""
         self._series.find_dead = find
 
     @property
@@ -367,18 +366,19 @@ class DirectoryCheckpointer(CheckpointerBase):
         return self._series.opened + 1
 
     def begin_files(self, path: StrPath) -> AddedFiles:
-        """Return an empty local directory for files of a checkpoint, to be given to :meth:`save`, or closed.
+        """Return an empty local directory for extra files of a checkpoint; pass it to :meth:`save`, or close it.
 
         Args:
-            path: Where the checkpoint is going to be saved, also a URL.
+            path: Local path or URL at which the checkpoint will be saved.
         """
         target = self._save_path(path)
         return AddedFiles(self._storage_for(target), target)
 
     def copy(self, source: StrPath, target: StrPath) -> None:
-        """Save the checkpoint ``source``, which exists or is being saved, at ``target`` too; called on all ranks.
+        """Copy the checkpoint ``source``, whose save may still be pending, to ``target``. Call it on all ranks.
 
-        Costs nothing on a local disk (hard links) and no upload on a store. The two do not depend on each other.
+        Costs nothing on a local disk (hard links) and no upload on an object store. Deleting or replacing one of the
+        two does not affect the other.
 
         Raises:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
@@ -387,12 +387,12 @@ class DirectoryCheckpointer(CheckpointerBase):
         started = time.perf_counter()
         open_joint = functools.partial(JointSave, self._series, path, timeout=self._commit_timeout, of=original)
         if self.strategy == "async":
-            limit = self._max_pending + 1  # a copy needs no buffer, so it does not wait for the save's
+            limit = self._max_pending + 1  # a copy needs no buffer, so it does not wait for that of a pending save
             try:
                 self._pipeline.queue.wait_for_turn(limit)
             except Exception:
                 raise
-            except BaseException as error:  # Ctrl-C on this rank: tell the others, which would wait for it
+            except BaseException as error:  # Ctrl-C on this rank: tell the other ranks, which would wait for it
                 nothing = DirectoryState([], {}, None, None, slice_replicated=False)
                 begin = functools.partial(self._unchanged.begin, self._storage_for(path), path)
                 share = DirectorySave(nothing, begin, path, self._pipeline, open_joint(), self._plans)
@@ -419,13 +419,13 @@ class DirectoryCheckpointer(CheckpointerBase):
         self._pipeline.queue.raise_late(self._max_pending + 1)
 
     def _origin_of(self, path: str, storage: Storage) -> tuple[Storage, str]:
-        """Return the storage to copy a checkpoint from, which may be ``storage`` itself, and its path there."""
+        """Return the storage to copy a checkpoint from (``storage`` itself or the remote tier), and its path there."""
         if self._tiered is None or not self._tiered.tiers.covers(path) or storage.exists(path):
             return storage, path
         return self._tiered.remote, self._tiered.tiers.remote_path(path)
 
     def load(self, path: StrPath, *, weights_only: bool | None = None) -> DirectoryCheckpoint:
-        """Open a checkpoint, waiting for it if its save is under way. Every rank opens it for itself.
+        """Open a checkpoint for reading, after waiting for a pending save of it. Each rank opens it independently.
 
         Args:
             path: Local path or URL.
@@ -441,7 +441,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         source = self._wait_to_read(path)
         storage = self._storage_for(source)
         if not is_remote(source) and not storage.exists(source):
-            # A crash in the middle of a replacement may have left it under another name.
+            # A crash while the checkpoint was being replaced may have left it under a temporary name.
             storage.remove_orphans(os.path.dirname(source))
         opened = DirectoryCheckpoint(source, self._to_read(source), self._ranks, weights_only=weights_only)
         self._unchanged.loaded(storage, source)
@@ -449,19 +449,19 @@ class DirectoryCheckpointer(CheckpointerBase):
 
     @staticmethod
     def _committed_by(path: str) -> str:
-        return f"{path}/{MANIFEST_NAME}"  # a killed upload leaves a directory without it
+        return f"{path}/{MANIFEST_NAME}"  # not the directory: a killed upload leaves one without a manifest
 
     def _delete(self, storage: Storage, path: str) -> None:
         if self._ranks.rank != 0:
             return
         names = names_of_files(storage, path) if is_remote(path) else set()
         if not self._pipeline.directories.is_alone(path):
-            # Another job may be writing files under the names without a suffix.
+            # Another job may be writing its files under the names without a suffix.
             names = {name for name in names if has_suffix(name)}
         storage.remove_directory(path, names=names)
 
     def _claimed(self, path: str) -> Storage:
-        """Return the storage of a checkpoint that this rank saves, with its directory claimed."""
+        """Return the storage of a checkpoint that this rank saves; rank 0 claims its directory first."""
         storage = self._storage_for(path)
         if self._ranks.rank == 0:  # rank 0 commits
             self._pipeline.directories.claim(storage, path)

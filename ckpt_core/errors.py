@@ -1,4 +1,4 @@
-"""One tree of exceptions.
+"""Exceptions of the package, as one tree.
 
 Every problem with a checkpoint is a :class:`CheckpointError`, so one ``except`` is enough. Where Python or torch has an
 exception for the same problem, ours derives from that one, too, so that existing handlers keep working::
@@ -49,7 +49,7 @@ class CheckpointError(Exception):
         remedy: What the user can do: the option to change, the command to run.
 
     Attributes:
-        raised_at_once: Whether one of several ranks raised it in its own call of save; the others learn of it later.
+        raised_at_once: Whether a rank raised it in its call of save itself; the other ranks learn of it later.
     """
 
     raised_at_once = False
@@ -75,7 +75,7 @@ class CheckpointError(Exception):
 
 
 def _names(text: str, name: str) -> bool:
-    """Return whether a text has a name in it that is not a part of another word."""
+    """Return whether a text contains a name as a whole word."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
 
 
@@ -144,7 +144,7 @@ def none_verifies(directory: str, passed_over: Mapping[str, CheckpointError]) ->
         directory: The directory of the look-up.
         passed_over: The problem of each checkpoint, by path, newest first.
     """
-    # what the storage refuses may be intact
+    # A checkpoint that the storage refused to read may be intact, so its remedy comes first.
     refused = [item for item in passed_over.items() if isinstance(item[1], StorageError) and item[1].remedy]
     path, error = next(iter([*refused, *passed_over.items()]))
     remedy = error.remedy if refused else "move them away to start from scratch"

@@ -1,4 +1,4 @@
-"""The options that all plugins have, spelled alike, and what a checkpointer is made of them."""
+"""The options that both plugins share, and the checkpointer settings that follow from them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from ckpt_core.preflight import Preflight
 from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
 
-#: Set in each process of a rehearsal (:mod:`ckpt_core.rehearsal`), which writes nothing into the log of the run.
+#: Set in each process of a rehearsal (:mod:`ckpt_core.rehearsal`), which writes nothing to the event log of the run.
 REHEARSAL_VARIABLE = "CKPT_REHEARSAL"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointerOptions:
-    """How a checkpointer saves, where, and who hears of it.
+    """How and where a checkpointer saves, and which listeners, log and report receive its events.
 
     Args:
-        strategy: ``"sync"`` returns from a save when it is durable, ``"async"`` when the state is copied.
-        max_pending: How many saves may be under way before the next one waits for the oldest (async only).
-        on_error: What a save that fails in the background does: ``"raise"`` ends the training, ``"warn"`` logs and
-            counts it.
+        strategy: When a save returns. ``"sync"``: when it is durable. ``"async"``: when the state is copied.
+        max_pending: How many saves may be pending before the next one waits for the oldest (async only).
+        on_error: What to do when a background save fails: ``"raise"`` ends the training, ``"warn"`` logs and counts
+            the failure.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk, which all ranks see, below which checkpoints are committed and
-            training continues; then rank 0 uploads them from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the
-            nearest copy that is whole, under the path of either tier.
+        local_dir: Directory on a fast local disk, visible to all ranks, below which checkpoints are committed. Training
+            then continues, and rank 0 uploads them from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that receives the uploads, under the same relative names. Loads and look-ups accept
+            the path of either tier, and use the nearest intact copy.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
-        report: A local file to which a page of HTML about the run, with all starts that the event log has, is written
-            at its end (:mod:`ckpt_core.report`). Without ``event_log``, the log is beside it, as ``<report>.jsonl``.
-            A name that ends with ``.png`` gives a picture as well, beside the page, which ends with ``.html``; Chromium
-            or Chrome draws it.
+        report: A local file for an HTML page about the run, including all earlier starts in the event log, written at
+            the run's end (:mod:`ckpt_core.report`). Without ``event_log``, the log is ``<report>.jsonl`` next to it. If
+            the name ends with ``.png``, Chromium or Chrome also draws a picture, next to the page, whose name then ends
+            with ``.html``.
         listeners: Called with every event.
-        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
-            the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
-            else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
-        max_host_bytes: The most host memory in bytes that this process takes for copies of states; None: as much as
-            they need. A larger state passes through it, and training waits until the last of it is copied. At least
-            32 MiB for each of ``max_pending`` (async only).
+        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizer state during
+            the next forward and backward pass; the device then waits at the next optimizer step. Any other code that
+            changes them must call :func:`ckpt_core.wait_staged` first, or that save fails.
+        max_host_bytes: Maximum host memory in bytes that this process uses for copies of states; None: as much as they
+            need. A larger state is copied and written in windows, and training waits until the last one is copied. At
+            least 32 MiB for each of ``max_pending`` (async only).
 
     Raises:
-        ValueError: An option has a value that it cannot have, or one of ``local_dir`` and ``upload_to`` is missing; the
+        ValueError: An option has an invalid value, or only one of ``local_dir`` and ``upload_to`` is given; the
             message names the option.
 
     Examples:
@@ -75,12 +75,12 @@ class CheckpointerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **own: Any) -> CheckpointerOptions:
-        """Return the options among what a plugin was given, by the same names, and those that it decides itself."""
+        """Create options from a plugin's arguments of the same names, overridden by those in ``own``."""
         names = {option.name for option in dataclasses.fields(cls)}
         return cls(**{**{name: value for name, value in given.items() if name in names}, **own})
 
     def __post_init__(self) -> None:
-        # Refused here, and not at the first save.
+        # Invalid values are refused here rather than at the first save.
         path = or_none(check_path)
         check_options({**OPTION_CHECKS, "event_log": path, "report": path}, vars(self))
         _ = self.tiers
@@ -88,12 +88,12 @@ class CheckpointerOptions:
 
     @functools.cached_property
     def tiers(self) -> Tiers | None:
-        """The two tiers; None if there is one place only."""
+        """The two tiers; None if checkpoints are kept in one place only."""
         return Tiers.of(self.local_dir, self.upload_to, self.keep_local)
 
     @property
     def log_path(self) -> str | None:
-        """Where the events go; None if nobody wants them, or this process is one of a rehearsal."""
+        """The path of the event log; None if no log or report is wanted, or this process is part of a rehearsal."""
         if os.environ.get(REHEARSAL_VARIABLE):
             return None
         if self.event_log is not None:
@@ -105,15 +105,15 @@ class CheckpointerOptions:
         return None if self.report is None or self.log_path is None else _Page(self.log_path, os.fspath(self.report))
 
     def write_report(self) -> None:
-        """Write the page, if it is wanted and anything has happened since; called at the end of a run, on one rank.
+        """Write the report, if one is wanted and there are new events. Call it at the end of a run, on one rank.
 
-        Where nobody calls it, the page is written when the interpreter ends.
+        If it is not called, the report is written when the interpreter exits.
         """
         if self._page is not None:
             self._page.write()
 
     def settings(self, *listeners: Listener) -> dict[str, Any]:
-        """Return the arguments for a checkpointer of either layout, with more listeners."""
+        """Return the arguments for a checkpointer of either layout, with additional listeners."""
         log: list[Listener] = [] if self.log_path is None else [EventLog(self.log_path)]
         if self._page is not None:
             log.append(self._page)
@@ -130,7 +130,7 @@ class CheckpointerOptions:
 
 
 class _Page:
-    """Writes the page about a run; a listener, which knows whether there is anything new."""
+    """Writes the report of a run; a listener, so that it knows whether there are new events."""
 
     def __init__(self, log: str, target: str) -> None:
         self._log, self._target = os.path.abspath(log), os.path.abspath(target)

@@ -1,4 +1,4 @@
-"""Paths that a caller gives: which are local, and which are URLs of a store."""
+"""Tell local paths from URLs of object stores, and normalize the paths that callers pass."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 
 from ckpt_core.errors import StorageError
 
-StrPath = str | os.PathLike[str]  # of a file or directory; or a URL, where a docstring says so
+StrPath = str | os.PathLike[str]  # path of a file or directory; also a URL, where a docstring says so
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
 _SLASHES = re.compile(r"(?<![:/])/+$")  # but not those of "memory://"
 _LOCAL_PROTOCOLS = ("file://", "local://")
 
 
 def is_remote(path: StrPath) -> bool:
-    """Return whether ``path`` is a URL of something else than the local filesystem."""
+    """Return whether ``path`` is a URL that does not refer to the local filesystem."""
     text = os.fspath(path)
     return bool(_URL.match(text)) and not text.startswith(_LOCAL_PROTOCOLS)
 
@@ -35,7 +35,7 @@ def local_path(path: StrPath) -> str:
 
 
 def full_path(path: StrPath) -> str:
-    """Return the name under which a checkpoint is known, however ``path`` is spelled."""
-    # A background save must not depend on a later chdir, and two spellings of a path are one checkpoint.
+    """Return the absolute path or URL that identifies a checkpoint, however ``path`` is spelled."""
+    # A background save must not depend on a later chdir, and two spellings of a path must identify one checkpoint.
     text = local_path(path)
     return _SLASHES.sub("", text) if is_remote(text) else os.path.abspath(text)

@@ -1,4 +1,4 @@
-"""What makes a run save and end: a signal, a deadline, a file, or a function that a thread calls.
+"""Preemption: make a run save and end on a signal, at a deadline, or on a notice (a file or a polled function).
 
 :class:`EndWatch` is for your own training loops: all ranks learn of it after the same step, without a collective.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 #: Exit status of a run that ended at its deadline or on a notice: ``EX_TEMPFAIL``, "try again later".
 EXIT_NOTICE = 75
 
-#: What is said, with the error, when the last save of a run that is to end has failed.
+#: Logged, with the error, when the last save of a run that is about to end has failed.
 NOT_SAVED = "no checkpoint could be saved before this run ends; the next start resumes from the previous one"
 
 _DEADLINE = "its deadline"
@@ -40,15 +40,15 @@ _NOTICE = "a notice"
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption:
-    """What makes a run save a checkpoint at the next step and end.
+    """The conditions on which a run saves a checkpoint at the next step and ends.
 
     Args:
         signals: Names of signals. Handlers that the program has already installed are called, too.
-        deadline: Seconds from now, which changes of the machine's clock do not affect, or a time (a ``datetime``, or
-            text such as ``"2026-11-22T04:00"``; without a zone, it is local). Allow for a step and a save.
+        deadline: Seconds from now (unaffected by changes of the machine's clock), or a time: a ``datetime``, or text
+            such as ``"2026-11-22T04:00"``, which is local time without a zone. Leave time for a step and a save.
         notice: The path of a file that will appear, or a function without arguments that returns whether to end, called
-            on a thread. If one rank sees it, all end. If the function raises, that is logged the first time, and it is
-            called again.
+            on a thread. If one rank sees the notice, all ranks end. If the function raises, the first failure is
+            logged, and the function is called again.
         look_every: Seconds between two checks of the clock and the notice.
 
     Raises:
@@ -80,14 +80,14 @@ class Preemption:
 
     @classmethod
     def of(cls, value: Any) -> Preemption | None:
-        """Return the value of the option ``preempt``.
+        """Convert the value of the option ``preempt`` to a :class:`Preemption`, or to None if it is off.
 
         Args:
-            value: True for the defaults, False or None for nothing (None), the names of signals, a mapping of the
-                arguments, or a :class:`Preemption`.
+            value: True for the defaults, False or None for off, the names of signals, a mapping of the arguments, or a
+                :class:`Preemption`.
 
         Raises:
-            ValueError: It is none of these.
+            ValueError: The value is none of these.
         """
         if value is None or value is False:
             return None
@@ -106,7 +106,7 @@ def exit_status(requests: Iterable[str]) -> int:
     """Return the exit status of a run that ended on request: 128 plus the number of the signal, or 75.
 
     Args:
-        requests: What ended it: names of signals, or other reasons in words.
+        requests: Why the run ended: names of signals, or other reasons in words.
 
     Example:
         >>> exit_status(["SIGTERM"]), exit_status(["a notice"])
@@ -117,16 +117,16 @@ def exit_status(requests: Iterable[str]) -> int:
 
 
 class Notices:
-    """Checks the clock and the notice, each on a thread of its own, which exists only if it is set.
+    """Threads that check the deadline and the notice; each thread exists only if its condition is set.
 
     Args:
-        preemption: What to check.
-        ask: Called once, on a thread, with what has occurred.
+        preemption: The conditions.
+        ask: Called on a thread, once, with the reason in words when a condition is met.
     """
 
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
         self._preemption, self._ask = preemption, ask
-        # A deadline in seconds does not move when the machine's clock is set
+        # A deadline in seconds must not move when the machine's clock is set.
         self._clock = time.monotonic if _is_number(preemption.deadline) else time.time
         self._ends_at = preemption._ends_at_monotonic
         if self._ends_at is None and preemption.ends_at is not None:
@@ -182,13 +182,13 @@ def _is_number(deadline: Any) -> bool:
 
 
 class SignalNotes:
-    """Notes signals of this process until it is closed, and calls the previous handlers.
+    """Signal handlers that note each signal until closed, and call the previous handlers.
 
-    Does nothing outside the main thread, where Python accepts no handlers.
+    Does nothing if created outside the main thread, where Python accepts no handlers.
 
     Args:
         names: The names of the signals.
-        note: Called in the handler with the name; must return at once.
+        note: Called in the handler with the signal's name; must return at once.
     """
 
     def __init__(self, names: Iterable[str], note: Callable[[str], None]) -> None:
@@ -217,7 +217,7 @@ class SignalNotes:
         return other._handler_before(number) if isinstance(other, SignalNotes) and other._is_closed else before
 
     def close(self) -> None:
-        """Restore the previous handlers, unless somebody has replaced this one; on any thread, in any order."""
+        """Restore the previous handlers, unless other code has replaced this one; on any thread, in any order."""
         self._is_closed = True
         for number in self._before:
             with contextlib.suppress(ValueError):  # not on the main thread
@@ -227,7 +227,7 @@ class SignalNotes:
 
 
 def _only_ends(handler: Callable[..., Any]) -> bool:
-    """Whether a handler ends the process and does nothing else: Python's own, and a launcher's that a fork inherits."""
+    """Return whether a handler does nothing but end the process: Python's own, or one inherited from a launcher."""
     of_launcher = str(getattr(handler, "__module__", "")).startswith("torch.distributed.elastic.")
     return of_launcher or handler is signal.default_int_handler
 
@@ -237,7 +237,7 @@ class End(NamedTuple):
 
     Attributes:
         reason: In words: ``"SIGTERM"``, ``"its deadline"``, ``"a notice"``.
-        status: The exit status for whoever restarts the run: 128 plus the signal's number, or 75.
+        status: The exit status for the scheduler that restarts the run: 128 plus the signal's number, or 75.
     """
 
     reason: str
@@ -245,7 +245,7 @@ class End(NamedTuple):
 
 
 class EndWatch:
-    """Watches for signals, a deadline and notices. Create it on all ranks together, on their main threads.
+    """Watches for signals, a deadline and a notice. Create it on all ranks together, on their main threads.
 
     Args:
         preempt: What makes the run end: True (SIGTERM), names of signals, or a :class:`Preemption`.
@@ -281,14 +281,14 @@ class EndWatch:
         self._steps = 0
 
     def ask(self, reason: str) -> None:
-        """Make the run end for a reason of your own; on any thread, also in a signal handler."""
+        """Make the run end for a reason of your own. May be called on any thread and in a signal handler."""
         self._meeting.ask(reason)
 
     def due(self, *, last: bool = False) -> End | None:
         """Return why the run should end now, or None. Call it on all ranks after each step.
 
         Args:
-            last: Whether this is the last step. Requests that any rank got so far count, and from now on signals have
+            last: Whether this is the last step. Requests that any rank got so far count; from now on, signals have
                 their previous effect.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How ranks agree without a collective: who they are, what became of a save, and when to act together."""
+"""Public names of ``_commit``: how ranks agree, without a collective, on a save's outcome and on acting together."""
 
 from ckpt_core._commit.acting_together import Call, Meeting
 from ckpt_core._commit.agreement import Agreement

@@ -1,9 +1,9 @@
-"""Where an unattended run resumes: from the newest checkpoint that verifies and on which it does not crash.
+"""Choose the checkpoint from which an unattended run resumes: the newest that verifies and does not crash the run.
 
-A run may crash on its newest checkpoint each time: the weights are not finite, the next data cannot be read, or there
-is not enough memory. A scheduler would restart it for ever. So a small file beside the checkpoints counts how often in
-a row a run was resumed from a checkpoint and ended before there was a newer one. After the third time, an older one is
-tried first.
+A run may crash after each resume from its newest checkpoint: the weights are not finite, the next data cannot be read,
+or there is not enough memory. A scheduler would restart it for ever. So a small file next to the checkpoints counts how
+often in a row a run was resumed from a checkpoint and ended before it had saved a newer one. After the third time, an
+older checkpoint is tried first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERSION = 1
 
 
 def folder_of_run() -> str:
-    """Return the folder for the checkpoints of a run that does not name one.
+    """Return the default folder for the checkpoints of a run.
 
     Each task of a SLURM array has its own folder, which stays the same when the array is submitted again.
 
@@ -50,9 +50,9 @@ class ResumePoint:
 
     Attributes:
         path: The checkpoint, a local path or URL.
-        step: Optimizer steps taken; None if the checkpoint does not say.
-        epoch: The epoch in which it was saved, counted from 0; None as above.
-        batch: Batches of this epoch that each rank has used; None as above.
+        step: Optimizer steps taken; None if the checkpoint does not record it.
+        epoch: The epoch in which it was saved, counted from 0; None if not recorded.
+        batch: Batches of this epoch that each rank has used; None if not recorded.
     """
 
     path: str
@@ -70,7 +70,7 @@ class ResumePoint:
     def in_words(
         self, outcome: str, nbytes: int | None = None, seconds: float = 0.0, *, is_verified: bool = True
     ) -> str:
-        """Return the line that a run prints when it resumes here.
+        """Return the line that a run prints when it resumes from this point.
 
         Args:
             outcome: Whether the resume is exact, or how it differs.
@@ -93,14 +93,14 @@ class ResumePoint:
 class ResumeAttempts:
     """Counts how often in a row runs resumed from the checkpoints of a directory without saving a newer one.
 
-    All ranks may read it. One of them calls :meth:`begin` and :meth:`end`, after all have looked. If the record cannot
-    be read or written, a warning says so, and nothing is counted: it never stops a run.
+    All ranks may call :meth:`in_order`; after all have, one of them calls :meth:`begin` and later :meth:`end`. If the
+    record cannot be read or written, a warning is logged and nothing is counted: a broken record never stops a run.
 
     Args:
         root: The directory of the checkpoints, or its URL.
         limit: After how many attempts a checkpoint is skipped; None: never.
-        storage_options: For fsspec.
-        tiers: If ``root`` is in one of them, the record is kept in both: another machine has only that of the remote.
+        storage_options: Passed to fsspec for URLs.
+        tiers: If ``root`` is in one of the tiers, the record is kept in both: other machines see only the remote one.
 
     Raises:
         ValueError: ``limit`` is not at least 1.
@@ -130,12 +130,12 @@ class ResumeAttempts:
         self._stepped_over: list[CheckpointInfo] = []
 
     def in_order(self, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Return checkpoints in their order, with those on which the run crashed too often last; log which."""
+        """Move checkpoints that the run crashed on too often to the end of the list; warn about skipped ones."""
         infos, counts = list(infos), self._read()
         last = [info for info in infos if self._limit is not None and counts.get(_key(info), 0) >= self._limit]
         newly = [info for info in last if info not in self._stepped_over]
         self._stepped_over += newly
-        newer = itertools.takewhile(lambda info: info in last, infos)  # only those that would have been taken
+        newer = itertools.takewhile(lambda info: info in last, infos)  # only those that would have been tried first
         for info in [info for info in newer if info in newly]:
             logger.warning(
                 "skipped the checkpoint %s: the run was resumed from it %d times in a row and ended each time "
@@ -148,11 +148,11 @@ class ResumeAttempts:
 
     @property
     def stepped_over(self) -> list[str]:
-        """The paths that :meth:`in_order` has put last."""
+        """The paths of the checkpoints that :meth:`in_order` has put last."""
         return [info.path for info in self._stepped_over]
 
     def begin(self, info: CheckpointInfo) -> None:
-        """Note that a run is being resumed from a checkpoint."""
+        """Record that a run is being resumed from a checkpoint."""
         counts = self._read()
         keys = {_key(each) for each in [*self._stepped_over, info]}
         counts = {key: count for key, count in counts.items() if key in keys}  # drop the counts of earlier crashes
@@ -160,7 +160,7 @@ class ResumeAttempts:
         self._write(counts)
 
     def end(self) -> None:
-        """Note that the run ended normally or on request, so the checkpoint that it resumed from is sound."""
+        """Reset the record: the run ended normally or on request, so the checkpoint that it resumed from is sound."""
         for storage, path in self._records:
             try:
                 if storage.exists(path):
@@ -195,7 +195,7 @@ def _record_in(directory: str) -> str:
 
 
 def _key(info: CheckpointInfo) -> str:
-    # Copies hold the same state, as "last.ckpt" does; another save under the same name does not.
+    # Copies, such as "last.ckpt", hold the same state and share a key; a later save under the same name does not.
     return info.name if info.committed is None else f"{info.step}@{info.committed!r}"
 
 
@@ -209,13 +209,13 @@ def newest_to_resume(
 ) -> ResumePoint | None:
     """Return where your own training loop continues, or None if there is nothing to resume. Counts as an attempt.
 
-    With several ranks, call it on one of them and pass the result to the others.
+    With several ranks, call it on one rank and pass the result to the others.
 
     Args:
         root: The directory of the checkpoints, or its URL. Directories and ``*.ckpt`` files count.
-        attempts: After how many attempts in a row from one checkpoint, without a newer one, an older one is tried
-            first; None: never.
-        storage_options: For fsspec.
+        attempts: After how many attempts in a row from one checkpoint, without saving a newer one, an older one is
+            tried first; None: never.
+        storage_options: Passed to fsspec for URLs.
         tiers: Look in both tiers.
         memory: Also look at the run's snapshots in memory.
 
@@ -239,9 +239,9 @@ def newest_to_resume(
 
 
 def only_checkpoints(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return only directories and files with the usual ending; a run's directory may hold other files, too.
+    """Return only directories and ``*.ckpt`` files; a run's directory may also hold other files.
 
     Args:
-        infos: As of a :class:`~ckpt_core.Catalog` of all names (``suffix=""``).
+        infos: From a :class:`~ckpt_core.Catalog` of all names (``suffix=""``).
     """
     return [info for info in infos if info.is_directory or info.path.endswith(".ckpt")]

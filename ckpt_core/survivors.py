@@ -1,11 +1,11 @@
-"""Just-in-time checkpoints: when a rank dies, the others hold the whole state, and one of them saves it.
+"""Just-in-time checkpoints: when a rank dies, a surviving rank, which holds the replicated state, saves it.
 
-Where ranks are replicas of each other (DDP), all that the dead one alone had is small: random generators, data
-position. Each rank notes that in a file after each step, where it outlives SIGKILL. A rank that comes out of a failed
-collective says so in its file, and reads those of the others. Of the last steps of all survivors the smallest is taken,
-so that whoever saves it still has its weights; among those the lowest rank saves, or the lowest that has each shard
-(HSDP). All of it goes through these files, since the process group is broken and the store may have died with rank 0;
-nothing waits without a limit.
+Where ranks are replicas of each other (DDP), the state that only the dead rank had is small: random generators, data
+position. Each rank writes this per-rank state to a file after each step, where it survives SIGKILL. A rank that leaves
+a failed collective records that in its file, and reads the files of the other ranks. The survivors choose the earliest
+of their last steps whose weights are all still held. Of the ranks that hold them, the lowest saves; with HSDP, the
+lowest that holds each shard. They communicate only through these files, since the process group is broken and the
+store may have died with rank 0. No wait is unlimited.
 
 The idea: Gupta et al., "Just-In-Time Checkpointing: Low Cost Error Recovery from Deep Learning Training Failures",
 EuroSys 2024.
@@ -60,54 +60,54 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: Below the 30 seconds after which ``torchrun`` kills the survivors.
+#: How long survivors wait for each other by default: less than the 30 seconds after which ``torchrun`` kills them.
 WAIT_SECONDS = 15.0
 
 _SLOTS = 4
 _SLOT_BYTES = 1 << 22  # the file is sparse
 _HEAD_BYTES = 4096
-_WRITTEN = _SLOTS  # the slot of what has been written for a save
-_EXCHANGE = _WRITTEN + 1  # the first of as many slots of what was noted before an exchange of gradients
-_RECORD = struct.Struct("<8sQQQ")  # session, number, bytes, check
+_WRITTEN = _SLOTS  # the slot with the results of ``write``, for the rank that saves
+_EXCHANGE = _WRITTEN + 1  # the first of _SLOTS slots for what was noted before an exchange of gradients
+_RECORD = struct.Struct("<8sQQQ")  # digest of the session, number of the step, bytes of the data, digest of the data
 _MOST_BYTES = _SLOT_BYTES - _RECORD.size
 _CHECK = struct.Struct("<Q")
 _PAUSE_SECONDS = 0.02
-_LOOKS = 3  # at others, in the first steps: whether they are alive can be seen on this filesystem
-_LOSS_SECONDS = 1.0  # within which the locks of a dead process are free
-_ABORT_SECONDS = 0.5  # after which survivors that wait for this one in a collective are brought out of it
+_LOOKS = 3  # first steps in which this rank checks whether the filesystem shows it the locks of the other ranks
+_LOSS_SECONDS = 1.0  # the locks of a dead process are released within this time
+_ABORT_SECONDS = 0.5  # after this, process groups are aborted: survivors may wait for this rank in a collective
 _LOST = re.compile(
     r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out waiting|"
     r"collective|remote (peer|process)|communicator",
     re.IGNORECASE,
 )
 
-#: Why survivors cannot meet, if not each rank sees the files of all (:attr:`Survivors.sees_all`).
+#: Why survivors cannot save, if some rank does not see the files of all ranks (:attr:`Survivors.sees_all`).
 NO_PLACE = (
     "the checkpoints are on a store, and the ranks are on several machines, so survivors have no files to meet in: "
     "give a directory that all machines share"
 )
 
-#: The name of what is not certain of a rank of which nothing is known.
+#: Stands in :attr:`Rescue.unknown` for the whole per-rank state of a rank that has left no usable note.
 EVERYTHING = "all that it had"
 _TRAINING, _STOPPED, _WROTE, _LEFT, _OVER = "training", "stopped", "wrote", "left", "over"
 
 
 class Rescue(NamedTuple):
-    """What one of the survivors is to save, or several together, where each holds a shard of the state."""
+    """The state that one survivor saves, or several together, where each holds a shard of the state."""
 
-    number: int  # of the step, as it was noted
-    ranks: list[Any]  # what each rank has noted, in rank order
-    unknown: dict[int, list[str]]  # by rank, what of it is not certain, and was taken over from this rank
-    writers: list[int]  # for each rank, who writes for it
-    written: list[Any]  # what the writers have returned, this one's first
+    number: int  # of the step, as passed to note
+    ranks: list[Any]  # the noted state of each rank, in rank order
+    unknown: dict[int, list[str]]  # by lost rank, names of the state that is uncertain and was taken from this rank
+    writers: list[int]  # for each rank, the rank that writes its part
+    written: list[Any]  # what ``write`` has returned on each writer, this rank's first
 
     def notes(self, saver: int, own: str, *others: str) -> list[str]:
-        """Say what of a rank that was lost is not certain; what it has recorded of its steps is left out.
+        """Return messages about state of lost ranks that was replaced by this rank's; flight records are left out.
 
         Args:
             saver: This rank.
-            own: Name of what each rank has for itself, in what was noted.
-            *others: Names of what else it has for itself.
+            own: Key of the per-rank state in each note.
+            *others: Other keys with per-rank state.
         """
         found = []
         for rank, names in self.unknown.items():
@@ -120,13 +120,13 @@ class Rescue(NamedTuple):
         return found
 
     def own_of(self, rank: int, own: str) -> Any:
-        """Return what a rank has for itself, without what is not its own record of its steps."""
+        """Return the per-rank state of a rank; without its flight record, if that was taken from a different rank."""
         state = self.ranks[rank][own]
         return {**state, "recorder": None} if rank in self.unknown else state
 
 
 def wait_seconds_of(value: Any) -> float | None:
-    """Return for how many seconds survivors wait for each other, by the option's value: True, seconds, or False (None).
+    """Convert the value of ``just_in_time`` (True, False or seconds) to the seconds for which survivors wait, or None.
 
     Raises:
         ValueError: The value is none of these.
@@ -147,15 +147,15 @@ def wait_seconds_of(value: Any) -> float | None:
 def why_not_replicas(
     kind: str, modules: Iterable[torch.nn.Module], optimizers: Iterable[Any], *, are_replicas: bool
 ) -> str | None:
-    """Return why no rank can save for one that was lost, in words; None if each holds the whole state.
+    """Return a message why no rank can save the state of a lost rank; None if each rank holds the whole state.
 
     Args:
-        kind: What the ranks are connected by, for the words.
-        modules: That are trained.
-        optimizers: Of torch.
-        are_replicas: Whether ranks that are connected so hold the same, as far as that is known.
+        kind: The strategy that connects the ranks, for the message.
+        modules: The trained modules.
+        optimizers: The torch optimizers.
+        are_replicas: Whether ranks hold equal states with this strategy, as far as that is known.
     """
-    # by name: importing the class compiles other optimizers, and warns
+    # Compared by name: importing the class compiles other optimizers, and warns.
     classes = {cls.__name__ for optimizer in optimizers for cls in type(optimizer).__mro__}
     if are_replicas and "ZeroRedundancyOptimizer" in classes:
         kind, are_replicas = "ZeroRedundancyOptimizer", False
@@ -165,7 +165,7 @@ def why_not_replicas(
 
 
 def shards_of(modules: Iterable[torch.nn.Module], world_size: int) -> list[int] | None:
-    """Return which shard of the modules each rank holds (HSDP); None if it is not seen, or each rank has its own."""
+    """Return the shard number of each rank (HSDP); None if it cannot be determined, or no two ranks share a shard."""
     every = parameters_of(modules)
     parameters = [parameter for parameter in every if isinstance(parameter, DTensor)]
     if not parameters or len(parameters) < len(every):
@@ -182,17 +182,17 @@ def shards_of(modules: Iterable[torch.nn.Module], world_size: int) -> list[int] 
 
 
 def no_rescue(problem: str) -> str:
-    """Return the warning at the start of a run in which nothing can be saved when a rank dies.
+    """Return the warning for the start of a run in which nothing can be saved when a rank dies.
 
     Args:
-        problem: Why not, in words.
+        problem: Why nothing can be saved.
     """
     return f"just_in_time will save nothing if a rank dies: {problem}; the next start resumes from the last checkpoint"
 
 
 @contextlib.contextmanager
 def ignoring_signals() -> Iterator[None]:
-    """Let no SIGTERM, which launchers send when a rank has died, end what the survivors still do."""
+    """Ignore SIGTERM, which launchers send when a rank has died, so that survivors can finish their save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -208,18 +208,18 @@ class BufferCopies:
     """Copies of the buffers that training changes, such as BatchNorm's statistics, as they were after the last step.
 
     Args:
-        modules: Whose buffers.
+        modules: The modules with the buffers.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        # those of one module together: kernels of BatchNorm change its statistics unseen, and its counter is seen
+        # Grouped by module: BatchNorm's kernels do not raise the version of its statistics, but that of its counter.
         own = (list(inner.buffers(recurse=False)) for module in modules for inner in module.modules())
         self._groups = [buffers for buffers in own if buffers]
         self._versions = [_versions(buffers) for buffers in self._groups]
         self._copies: dict[int, list[torch.Tensor]] = {}
 
     def take(self) -> bool:
-        """Copy what has changed since it was copied; return whether anything has."""
+        """Copy the buffers that have changed since the last call; return whether any has."""
         changed = False
         for index, buffers in enumerate(self._groups):
             if _versions(buffers) != self._versions[index]:
@@ -229,7 +229,7 @@ class BufferCopies:
         return changed
 
     def put_back(self) -> bool:
-        """Undo the changes since they were copied; return whether that is possible."""
+        """Undo changes since the last :meth:`take`; return False if a changed buffer was never copied."""
         for index, buffers in enumerate(self._groups):
             if _versions(buffers) != self._versions[index]:
                 if index not in self._copies:
@@ -241,22 +241,22 @@ class BufferCopies:
 
     @property
     def changed(self) -> list[torch.Tensor]:
-        """Those that training changes."""
+        """The buffers that training has changed so far."""
         return [buffer for index in self._copies for buffer in self._groups[index]]
 
 
 class LiveWeights:
-    """The weights of a rank, and whether they are still those of the last noted step.
+    """The live weights of a rank; knows whether they are still those of the last noted step.
 
     Args:
-        modules: That are trained.
+        modules: The trained modules.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._parameters = parameters_of(modules)
         self._buffers = BufferCopies(modules)
         self._noted: int | None = None
-        #: The first noted step with the weights of the last one.
+        #: The first noted step with the same weights as the last one.
         self.since = 0
 
     @property
@@ -266,11 +266,11 @@ class LiveWeights:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Those that training changes."""
+        """The buffers that training has changed so far."""
         return self._buffers.changed
 
     def note(self, number: int) -> None:
-        """A step has been noted, with this number."""
+        """Remember the current weights as those of the noted step ``number``."""
         versions = self.versions
         if self._buffers.take() or versions != self._noted:
             self.since = number
@@ -278,11 +278,11 @@ class LiveWeights:
 
     @property
     def are_noted(self) -> bool:
-        """Whether they are those of the last noted step."""
+        """Whether the weights are still those of the last noted step."""
         return self.versions == self._noted
 
     def put_back(self) -> bool:
-        """Undo the changes of buffers since the last noted step; return whether that is possible."""
+        """Undo changes of buffers since the last noted step; return whether that was possible."""
         return self._buffers.put_back()
 
 
@@ -291,16 +291,16 @@ def _versions(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Survivors:
-    """The ranks of a run, as far as each can be seen in the files of the others.
+    """One rank's view of all ranks of a run, through a file of each rank; leads the survivors to a joint save.
 
     Args:
-        directory: Of the checkpoints; local, on a filesystem that the ranks share, or a URL: then the ranks of one
-            machine meet in its directory for temporary files.
+        directory: The directory of the checkpoints, on a filesystem that the ranks share. If it is a URL, the files are
+            in the machine's directory for temporary files, and all ranks must be on one machine.
         rank: This process's rank.
         world_size: Number of ranks.
         session: Text that is the same on all ranks and different for every run.
         wait_seconds: How long survivors wait for each other.
-        shards: Which part of the state each rank holds; each the whole, if it is not given.
+        shards: The shard number of each rank; None if each rank holds the whole state.
     """
 
     def __init__(
@@ -320,17 +320,17 @@ class Survivors:
         self._descriptor: int | None = None
         self.last = 0
         self._has_left = False
-        self._unseen = [other for other in range(world_size) if other != rank]  # whose locks were never seen here
+        self._unseen = [other for other in range(world_size) if other != rank]  # ranks whose locks were never seen here
         self._saved: int | None = None
         try:
             place = _local_place(directory) if is_remote(directory) else directory
             self._paths = [record_path(place, other, "survivor") for other in range(world_size)]
             os.makedirs(os.path.dirname(self._paths[rank]), exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._paths[rank])  # a process of an earlier start may live on, and hold the lock on that one
+                os.unlink(self._paths[rank])  # a process of an earlier start may still run and hold the lock on it
             self._descriptor = os.open(self._paths[rank], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):  # a filesystem without locks
-                # not inherited by data loading workers, which may outlive a killed training
+                # POSIX locks are not inherited by data loading workers, which may outlive a killed training process.
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._tell(_TRAINING)
         except OSError as error:
@@ -338,13 +338,13 @@ class Survivors:
 
     @property
     def sees_all(self) -> bool:
-        """Whether this rank sees the files of all others, once each has made its own."""
+        """Whether this rank sees the files of all other ranks; call it only after each has created its file."""
         return self._descriptor is not None and all(self._head(other) is not None for other in self._others)
 
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def note(self, state: Any) -> None:
-        """Note what this rank alone has, when a step is done.
+        """Write this rank's per-rank state to its file after a step.
 
         Args:
             state: Plain data and tensors. All ranks note the same steps in the same order.
@@ -355,7 +355,7 @@ class Survivors:
         if len(data) > _MOST_BYTES:
             self._give_up(f"a rank's own state has {len(data)} bytes, and at most {_SLOT_BYTES} are noted")
             return
-        if self._has_left:  # the exception was caught, and the training continues
+        if self._has_left:  # the user's script caught the exception, and training continues
             self._has_left = False
             self._tell(_TRAINING)
         self.last += 1
@@ -366,10 +366,10 @@ class Survivors:
             self._give_up(str(error))
 
     def note_start(self, state: Any) -> None:
-        """Note what this rank alone has before its first step. Others can follow it from there, and save nothing of it.
+        """Write this rank's state before its first step: a base to derive its first step from, never saved itself.
 
         Args:
-            state: As for :meth:`note`; the last one counts.
+            state: As for :meth:`note`; a later call replaces it.
         """
         data = note_of(state)
         if len(data) <= _MOST_BYTES:
@@ -377,13 +377,13 @@ class Survivors:
                 self._put(0, data, 0)
 
     def note_exchange(self, *parts: Any) -> None:
-        """Note, before gradients are exchanged, the parts of the next note that steps change on each rank by itself.
+        """Write, before gradients are exchanged, those entries of the next note that each rank changes on its own.
 
-        The others complete the step only if this rank comes that far. If it dies before the note, they take these
-        parts for it, as far as their own notes show that nothing changes them in between.
+        The other ranks complete the step only if this rank reaches the exchange. If it then dies before its note, they
+        use these entries instead, as far as their own notes show that nothing changes them in between.
 
         Args:
-            *parts: Of each, what may come to be besides what is in those before it.
+            *parts: Newer values of entries of the last note, each part in addition to those before it.
         """
         number = self.last + 1
         with contextlib.suppress(OSError):
@@ -410,15 +410,15 @@ class Survivors:
             os.pwrite(self._descriptor, (check + text).ljust(_HEAD_BYTES, b"\0"), 0)
 
     def close(self, *, remove: bool = False) -> None:
-        """Take part no longer.
+        """Release the lock and stop taking part.
 
         Args:
-            remove: Delete the file: training came to its end.
+            remove: Whether to delete the file, because training came to its end.
         """
         descriptor, self._descriptor = self._descriptor, None
         self._ended.set()
         if descriptor is not None:
-            if remove:  # first, or this rank looks dead for a moment
+            if remove:  # before the lock is released, or this rank would look dead for a moment
                 with contextlib.suppress(OSError):
                     if os.path.samestat(os.stat(self._paths[self._rank]), os.fstat(descriptor)):
                         os.unlink(self._paths[self._rank])
@@ -428,15 +428,15 @@ class Survivors:
     # ---- when something has failed -----------------------------------------------------------------------------------
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether an exception comes of the loss of another rank, and not of this one's own doing."""
+        """Return whether an exception was caused by the loss of another rank, and not by this rank itself."""
         if self._descriptor is None:
             return False
         seen: BaseException | None = error
-        while seen is not None and not isinstance(seen, StorageError):  # that connection was one to a store
+        while seen is not None and not isinstance(seen, StorageError):  # that is about a connection to an object store
             if isinstance(seen, (RuntimeError, OSError)) and _LOST.search(f"{type(seen).__name__} {seen}"):
                 return True
             seen = seen.__cause__ or seen.__context__
-        is_alone = isinstance(error, SystemExit)  # was told to end, and the others did not answer
+        is_alone = isinstance(error, SystemExit)  # this rank was asked to end, and the others did not answer
         deadline = time.monotonic() + _LOSS_SECONDS
         while not self.is_rank_lost() and not (is_alone and self.is_rank_gone()):
             if time.monotonic() > deadline:
@@ -445,14 +445,14 @@ class Survivors:
         return True
 
     def is_rank_lost(self) -> bool:
-        """Return whether another rank was here and is dead, or has seen that one is."""
+        """Return whether another rank of this run is dead, or has itself noticed that a rank is dead."""
         states = [self._state_of(other) for other in self._others]
         return any(
             doing in (_STOPPED, _WROTE, _OVER) or (doing == _TRAINING and not alive) for doing, _, alive in states
         )
 
     def is_rank_gone(self) -> bool:
-        """Return whether another rank has left, or is certainly dead: its lock was seen here, and is free."""
+        """Return whether another rank has left, or is certainly dead: its lock was seen here once, and is now free."""
         for other in self._others:
             doing, _, alive = self._state_of(other)
             if doing in (_LEFT, _STOPPED, _WROTE, _OVER) or (
@@ -462,12 +462,12 @@ class Survivors:
         return False
 
     def find_dead(self) -> list[int]:
-        """Return the other ranks that are certainly dead: their locks were seen here, and are free."""
+        """Return the other ranks that are certainly dead: their locks were seen here once, and are now free."""
         states = {other: self._state_of(other) for other in self._others if other not in self._unseen}
         return [other for other, (doing, _, alive) in states.items() if doing is not None and not alive]
 
     def leave(self) -> None:
-        """Say that this rank takes part no longer, because of an exception of its own; what it has noted stays.
+        """Record that this rank stops taking part, because of an exception of its own; its notes stay.
 
         If it notes another step, it takes part again.
         """
@@ -483,14 +483,14 @@ class Survivors:
         write: Callable[[Rescue], Any] | None = None,
         since: int | None = None,
     ) -> bool:
-        """Agree with the other survivors on a step, and save it if that is this rank's part; else wait for who does.
+        """Agree with the other survivors on a step, and save it if this rank is the saver; else wait for the saver.
 
         Args:
-            holds: The number of the noted step whose weights this rank still has; None if it has those of none.
-            save: Saves, and returns when that is durable.
-            write: Writes this rank's part of it, on each of those who do, and returns what ``save`` needs to know of
-                that, in plain data.
-            since: The first noted step with the same weights as ``holds``, if that is another one.
+            holds: The number of the noted step whose weights this rank still has; None if there is none.
+            save: Saves, and returns when the checkpoint is durable; called on the saver.
+            write: Writes one rank's shard before ``save``, and returns plain data that ``save`` needs; called on each
+                rank that holds a shard to be saved. None if the saver holds the whole state.
+            since: The first noted step with the same weights as ``holds``, if that is an earlier step.
 
         Returns:
             Whether this rank has saved.
@@ -508,7 +508,7 @@ class Survivors:
             self._ended.set()
 
     def wait_until_over(self) -> None:
-        """Wait, on another thread, until this rank has come out of its collective and has done its part."""
+        """Block until this rank has left its collective and done its part of the save; call it on another thread."""
         self._ended.wait(2 * self._wait_seconds)
 
     def _rescue(
@@ -525,7 +525,7 @@ class Survivors:
             states = {other: self._state_of(other) for other in self._others}
             now = time.monotonic()
         if any(doing == _OVER and number is not None for doing, number, _ in states.values()):
-            return False  # was faster than this one, and has saved
+            return False  # another rank was faster, and has saved
         held = {other: at for other, (doing, at, alive) in states.items() if doing in (_STOPPED, _WROTE) and alive}
         number, writers = self._writers({**held, self._rank: holds})
         if number is None:
@@ -561,21 +561,21 @@ class Survivors:
         return True
 
     def _writers(self, held: Mapping[int, list[int] | None]) -> tuple[int | None, list[int]]:
-        """Return the first step of which those who are left hold all, and for each rank who writes for it.
+        """Return the first step that the survivors hold completely, and for each rank the one that writes its part.
 
-        Each holds the weights of all steps from one to another, which are the same.
+        ``held`` has, for each survivor, the first and the last noted step with its current weights.
         """
         whole = {rank: steps for rank, steps in held.items() if steps}
         for number in sorted({last for _, last in whole.values()}):
             able = [rank for rank, (since, last) in whole.items() if since <= number <= last]
-            able.sort(key=lambda rank: (whole[rank][1] == number, -rank))  # at best, who has noted nothing since
+            able.sort(key=lambda rank: (whole[rank][1] == number, -rank))  # last and preferred: no later note, low rank
             first = {self._shards[rank]: rank for rank in able}
             if first.keys() >= set(self._shards):
                 return number, [first[shard] for shard in self._shards]
         return None, []
 
     def _wait_for(self, saver: int, deadline: float) -> None:
-        # a launcher may kill the others as soon as one has ended
+        # Wait before ending: a launcher may kill all ranks as soon as one has ended.
         while time.monotonic() < deadline:
             doing, _, alive = self._state_of(saver)
             if doing != _STOPPED or not alive:
@@ -592,7 +592,7 @@ class Survivors:
         return Rescue(number, ranks, unknown, writers, [])
 
     def _taken_over(self, other: int, number: int) -> tuple[Any, list[str]]:
-        """Return what a rank has noted, or would have if it had not died, and the names of what is not certain."""
+        """Return a rank's note of a step, or one derived from this rank's notes, and the names of uncertain entries."""
         noted = self._noted(other, number)
         if noted is not None:
             return noted, []
@@ -619,11 +619,11 @@ class Survivors:
         return [other for other in range(len(self._paths)) if other != self._rank]
 
     def _state_of(self, rank: int) -> tuple[str | None, Any, bool]:
-        """Return what a rank says that it does, at which step, and whether it is alive; None if it is not seen."""
+        """Return a rank's recorded activity and its argument, and whether it is alive; None if it has no file here."""
         head = self._head(rank)
         try:
             return (None, None, False) if head is None else (*head, self._is_alive(rank))
-        except FileNotFoundError:  # came to its end, and deleted it
+        except FileNotFoundError:  # training came to its end on that rank, which deleted the file
             return None, None, False
 
     def _head(self, rank: int) -> tuple[str, Any] | None:
@@ -646,7 +646,7 @@ class Survivors:
         return read_note(body)
 
     def _read(self, rank: int, size: int, offset: int) -> bytes:
-        if rank == self._rank and self._descriptor is not None:  # closing another descriptor would end the lock
+        if rank == self._rank and self._descriptor is not None:  # closing another descriptor would release the lock
             return os.pread(self._descriptor, size, offset)
         try:
             with open(self._paths[rank], "rb", buffering=0) as file:
@@ -659,12 +659,12 @@ class Survivors:
             try:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError as error:
-                return error.errno in (errno.EAGAIN, errno.EACCES)  # else a filesystem without locks: nobody knows
+                return error.errno in (errno.EAGAIN, errno.EACCES)  # otherwise a filesystem without locks: unknown
         return False
 
 
 def _local_place(url: str) -> str:
-    """Return a directory of this user alone for the files of a run whose checkpoints are on a store."""
+    """Return a local directory that only this user can write to, for a run whose checkpoints are on an object store."""
     home = os.path.join(tempfile.gettempdir(), f"ckpt-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(home, 0o700)
@@ -675,19 +675,19 @@ def _local_place(url: str) -> str:
 
 
 def _with(state: Any, part: Any) -> Any:
-    """Return a state in which the entries of ``part``, which are newer, replace the old ones."""
+    """Return a copy of a nested state in which the newer entries of ``part`` replace the old ones."""
     if isinstance(state, dict) and isinstance(part, dict):
         return {**state, **{key: _with(state.get(key), value) for key, value in part.items()}}
-    if isinstance(state, list) and isinstance(part, dict):  # by the number of the item
+    if isinstance(state, list) and isinstance(part, dict):  # whose keys are indices of the list
         return [_with(item, part[index]) if index in part else item for index, item in enumerate(state)]
     return part
 
 
 def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> Any:
-    """Return a lost rank's state, from its last note ``theirs`` and this rank's way from ``before`` to ``now``.
+    """Derive a lost rank's state from its last note ``theirs`` and this rank's change from ``before`` to ``now``.
 
-    What did not change on this rank is taken not to have changed there, and what was equal on both to be equal still.
-    For the rest, this rank's value is returned, and its name is added to ``lost``.
+    Entries that did not change on this rank are assumed unchanged there, and entries that were equal on both ranks are
+    assumed to be still equal. For all others, this rank's value is returned, and the name is added to ``lost``.
     """
     if _same(before, now):
         return theirs
@@ -704,7 +704,7 @@ def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> A
     return now
 
 
-# what comes of a rank's own data, and is the same on several only by chance; of logged values, not where the loop is
+# Entries that depend on a rank's own data, and are equal on two ranks only by chance; not a metric's place in the loop.
 _NEVER_ALIKE = re.compile(r"\bmetrics\b(?!\.connector\.(first_iteration|current_hook))|\bbuffers\b|\brecorder\b")
 
 
