@@ -1,7 +1,7 @@
-"""When a checkpoint was committed, by its own account.
+"""Commit time and step that a checkpoint records in its manifest, and a clock that never goes back.
 
-Clocks of two nodes differ, and clocks are set back. What a process saves is newer than all that it has read before,
-whatever its clock says: a run that resumes from a checkpoint never saves one that looks older.
+Clocks of two nodes differ, and clocks are set back. A checkpoint that a process saves always gets a later commit time
+than all checkpoints that it has read, whatever its clock says: a resumed run never saves one that looks older.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-_STEP = 1e-4  # seconds between two commits at least; a float still tells them apart after the year 5000
-_LATEST = 1e11  # seconds: what is beyond is no time
+_STEP = 1e-4  # minimum seconds between two commits; a float can still distinguish them after the year 5000
+_LATEST = 1e11  # seconds; a larger number is not taken for a time
 _LARGEST = 2**63 - 1
-# Right behind the version in the manifest of either layout, so that it is found without parsing all of it.
+# Right behind the version in the manifest of either layout, so that the stamp is found without parsing the manifest.
 _BEGINNING = re.compile(
     rb'\{"format":"ckpt_core\.[a-z_]+","version":[0-9]{1,9}'
     rb'(?:,"committed":([0-9]{1,11}(?:\.[0-9]{1,9})?))?(?:,"step":([0-9]{1,19}))?,'
@@ -24,10 +24,10 @@ _STEP_KEYS = ("global_step", "step")
 
 
 class _Clock:
-    """Never behind what it has seen or given.
+    """Clock that is never behind the commit times that it has returned or that were noted.
 
-    Without a lock: a signal handler may save, and wait for the thread that commits, while it interrupts whoever holds
-    it. What is appended is never lost; the latest is among the last, unless as many threads append at the same time.
+    It has no lock: a signal handler may save, and wait for the thread that commits, while the interrupted code holds
+    the lock. Appended times are not lost: the latest is among the last 16, unless that many threads append at once.
     """
 
     _KEPT = 16
@@ -37,7 +37,7 @@ class _Clock:
 
     def now(self) -> float:
         microseconds = round(max(time.time(), max(self._seen) + _STEP) * 1e6)
-        # Six decimals are written, always: manifests of the same state have the same length.
+        # Never a multiple of 10 microseconds, so that all six decimals are written, and manifests have equal lengths.
         now = (microseconds + (microseconds % 10 == 0)) / 1e6
         self._append(now)
         return now
@@ -58,7 +58,7 @@ _clock = _Clock()
 
 
 def commit_time() -> float:
-    """Return the time of a commit that happens now: Unix time in seconds, later than all noted or returned before."""
+    """Return the time for a commit that happens now: Unix time in seconds, later than all noted or returned before."""
     return _clock.now()
 
 
@@ -68,27 +68,27 @@ def seconds_behind() -> float:
 
 
 def note_commit(committed: float | None) -> None:
-    """Note when a checkpoint was committed that this process has read; its own are later."""
+    """Note the commit time of a checkpoint that this process has read, so that its own commits get later times."""
     if committed is not None:
         _clock.note(committed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What a checkpoint says of its own age."""
+    """Commit time and step of a checkpoint, as recorded in its manifest."""
 
-    committed: float | None = None  # when it was committed: Unix time in seconds; None if it does not say
-    step: int | None = None  # of which step of the training it is; None if it does not say
+    committed: float | None = None  # Unix time of the commit in seconds; None if not recorded
+    step: int | None = None  # training step of the state; None if not recorded
 
     def fields(self) -> dict[str, Any]:
-        """Return what goes into a manifest, right behind its version."""
+        """Return the fields for the manifest, to be written right behind its version."""
         step = self.step if self.step is not None and 0 <= self.step <= _LARGEST else None
         found = {"committed": self.committed, "step": step}
         return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def read(cls, manifest: bytes) -> Stamp:
-        """Return what a manifest says, whose digest was compared; one of an older version says nothing."""
+        """Read the stamp from a manifest whose digest was verified; manifests of older versions have none."""
         found = _BEGINNING.match(manifest)
         if found is None:
             return cls()
@@ -106,9 +106,9 @@ NO_STAMP = Stamp()
 
 
 def step_in(state: Any, *, depth: int = 0) -> int | None:
-    """Return the step that a state or its metadata name: a whole number under ``global_step`` or ``step``.
+    """Return the step in a state or its metadata: a whole number under the key ``global_step`` or ``step``.
 
-    ``depth`` says in how many levels of mappings below to look as well.
+    ``depth`` is the number of levels of nested mappings that are searched, too.
     """
     if not isinstance(state, Mapping):
         return None

@@ -1,7 +1,7 @@
-"""Checksums of the bytes on disk.
+"""Digests (checksums) of the bytes on disk.
 
-A fast non-cryptographic hash at memory speed: it finds flipped, missing and mixed-up bytes, not an attacker. A file's
-are taken while it is written: see ``digested_window`` of ``_layouts``.
+A fast non-cryptographic hash at memory speed: it detects flipped, missing and mixed-up bytes, not deliberate changes
+by an attacker. Digests of a file are taken while it is written: see ``digested_window`` in ``_layouts``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def digest_of_parts(parts: Iterable[Buffer]) -> str:
 
 
 def digest_with(algorithm: str, *, path: str) -> Callable[[Buffer], str]:
-    """Return the digest function that the checkpoint at ``path`` names.
+    """Return the digest function for the ``algorithm`` that the checkpoint at ``path`` uses.
 
     Raises:
-        CheckpointFormatError: The algorithm is not known to this version.
+        CheckpointFormatError: This version does not know the algorithm.
     """
     try:
         return _ALGORITHMS[algorithm]

@@ -1,4 +1,4 @@
-"""What the engine reports: frozen data that is passed to listeners, and a log file of it.
+"""Events of saves, loads and uploads: frozen data that is passed to listeners, and a log file of them.
 
 A listener is any callable that takes one :class:`Event`. It is called on the thread where the event happens (the
 training thread or the writer thread), so it must be quick and must not raise.
@@ -72,14 +72,14 @@ class SaveStarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapshotTaken(Event):
-    """The training thread is free again; the rest happens in the background (or, for a sync save, is done).
+    """The training thread continues; the rest of the save happens in the background (or, if synchronous, is done).
 
     Attributes:
-        bytes: Size of the checkpoint in bytes; 0 if it is another name of one that was saved before.
+        bytes: Size of the checkpoint in bytes; 0 if it is a second name of a checkpoint that was saved before.
         stall_seconds: Time for which the training thread was blocked, including ``waited_seconds``.
         waited_seconds: The part spent waiting for an earlier save to release its buffer.
-        memory_seconds: The part spent waiting until some of the state was written, if ``max_host_bytes`` is smaller
-            than the state.
+        memory_seconds: The part spent waiting until some of the state was written, because ``max_host_bytes`` is
+            smaller than the state.
     """
 
     bytes: int
@@ -94,8 +94,8 @@ class SaveCommitted(Event):
 
     Attributes:
         bytes: Size of the checkpoint in bytes.
-        background_seconds: Time from the end of the stall to this moment.
-        is_copy: Whether it is another name of a checkpoint that was saved before (``last.ckpt``).
+        background_seconds: Time from the end of the stall until now.
+        is_copy: Whether it is a second name of a checkpoint that was saved before (``last.ckpt``).
     """
 
     bytes: int
@@ -105,7 +105,7 @@ class SaveCommitted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """The save failed; whatever was under its final name before is unchanged, unless a store lost bytes of the upload.
+    """The save failed; an earlier checkpoint of that name is unchanged, unless a store lost bytes of the upload.
 
     Attributes:
         error: The error in words.
@@ -125,7 +125,7 @@ class CheckpointLoaded(Event):
 
     Attributes:
         bytes: Size of the checkpoint in bytes.
-        seconds: Time it took.
+        seconds: Time that the load took.
         verified: Whether every byte was compared with its digest (False for files of other programs).
     """
 
@@ -147,10 +147,10 @@ class CheckpointSkipped(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointUploaded(Event):
-    """A checkpoint that is durable on a local disk is now also durable and visible in the place it is uploaded to.
+    """A checkpoint that is durable in the local tier is now also durable and visible in the remote tier.
 
     Attributes:
-        target: Its path or URL there.
+        target: Its path or URL in the remote tier.
         bytes: Size of the checkpoint in bytes.
         seconds: Time the upload took, not counting the time it waited for its turn.
     """
@@ -173,13 +173,13 @@ class UploadFailed(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UploadProgressed(Event):
-    """Progress of an upload that takes more than two seconds; sent less and less often.
+    """Progress of an upload that takes more than two seconds; sent at growing intervals.
 
     Attributes:
-        target: Its path or URL there.
+        target: The checkpoint's path or URL in the remote tier.
         bytes: Bytes sent so far.
         total: Size of the checkpoint in bytes.
-        seconds: Time since it began.
+        seconds: Time since the upload began.
     """
 
     target: str
@@ -213,11 +213,11 @@ class ResumeCompared(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingStarted(Event):
-    """A process starts to train, or continues.
+    """A process starts training, from scratch or resumed from a checkpoint.
 
     Attributes:
-        path: The checkpoint that it continues from; if there is none, the directory of the checkpoints.
-        resumed: Whether it continues.
+        path: The checkpoint that it resumes from; if there is none, the directory of the checkpoints.
+        resumed: Whether it resumes from a checkpoint.
         step: Optimizer steps so far, including those before a resume.
     """
 
@@ -227,7 +227,7 @@ class TrainingStarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
-    """A process has trained to the end (it was not killed or preempted, and did not raise).
+    """A process has finished its training (it was not killed or preempted, and did not raise).
 
     Attributes:
         path: The directory of the checkpoints.
@@ -238,22 +238,22 @@ class TrainingEnded(Event):
 
 
 Listener = Callable[[Event], None]
-_SINCE = round(time.time(), 3)  # what tells the starts of a container apart, which have the same pid
+_SINCE = round(time.time(), 3)  # distinguishes processes of several starts of a container, which have the same pid
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
-_telling = threading.local()  # what a thread has yet to tell
+_telling = threading.local()  # per thread: queue of events that are still to be delivered
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
-    """Call every listener; if one raises, that is logged and does not stop the save.
+    """Call every listener with an event; if a listener raises, that is logged and does not stop the save.
 
     An event in a signal handler that has interrupted a listener is delivered after that listener has returned, because
-    it may hold a lock.
+    the listener may hold a lock.
 
     Args:
         listeners: Called in their order, on this thread.
-        event: What has happened.
+        event: The event.
     """
     waiting: collections.deque[tuple[Sequence[Listener], Event]] | None = getattr(_telling, "waiting", None)
     if waiting is not None:
@@ -270,7 +270,7 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
                     logger.exception("an event listener failed on %s", type(what).__name__)
     finally:
         _telling.waiting = None
-        while waiting:  # since the last look, or Ctrl-C has ended a listener
+        while waiting:  # events added since the last check, or left because Ctrl-C has ended a listener
             notify(*waiting.popleft())
 
 
@@ -278,16 +278,16 @@ class RunSummary:
     """A listener that adds up what checkpointing cost a run, as seen by this process.
 
     Attributes:
-        saves: States that became durable; another name of the same state (``last.ckpt``) does not count.
+        saves: States that became durable; a second name of the same state (``last.ckpt``) does not count.
         failures: Saves and uploads that failed.
         uploads: Checkpoints that were uploaded.
         bytes: Size of the last checkpoint in bytes.
-        stall_seconds: Time for which training stood still, for all saves together.
+        stall_seconds: Total time for which saves blocked training.
         longest_stall_seconds: The longest stall.
         commit_seconds: Time from the end of the stall until the last checkpoint was durable.
         pending: Paths of pending saves.
-        loaded: The last checkpoint that was read; None if there was none.
-        say: Prints a line about slow operations; None if there is no console.
+        loaded: The event of the last load; None if there was none.
+        say: Called with lines about slow operations, to print them; None if there is no console.
 
     Examples:
         >>> from ckpt_core.events import RunSummary, SaveCommitted, SnapshotTaken
@@ -304,7 +304,7 @@ class RunSummary:
         self.begin()
 
     def begin(self) -> None:
-        """Count from zero, for another run in the same process. What was read before counts for that run."""
+        """Reset the counts for the next run in this process; a load before this call counts for that run."""
         self.saves = self.failures = self.uploads = self.bytes = self._bytes_in_all = 0
         self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
         self.pending: set[str] = set()
@@ -335,7 +335,7 @@ class RunSummary:
             self.loaded = event
 
     def metrics(self, run_seconds: float) -> dict[str, float]:
-        """Return the figures of the last save and of the run, by the names under which trackers show them.
+        """Return the numbers of the last save and of the run, by the names under which experiment trackers show them.
 
         Args:
             run_seconds: How long the run has taken so far.
@@ -353,7 +353,7 @@ class RunSummary:
     def new_metrics(self, run_seconds: float) -> dict[str, float]:
         """Return :meth:`metrics` if a save has become durable or has failed since the last call, otherwise nothing.
 
-        ``checkpoint/stall_seconds`` is the stall time since then.
+        ``checkpoint/stall_seconds`` is the stall time since the last call that returned metrics.
 
         Args:
             run_seconds: How long the run has taken so far.
@@ -365,10 +365,10 @@ class RunSummary:
         return {"checkpoint/stall_seconds": self.stall_seconds - stall, **self.metrics(run_seconds)}
 
     def in_words(self, run_seconds: float) -> str:
-        """Return one line about the run.
+        """Return one line about what checkpointing cost the run.
 
         Args:
-            run_seconds: How long it took.
+            run_seconds: How long the run took.
         """
         is_alike = 0.98 * self.saves * self.bytes < self._bytes_in_all < 1.02 * self.saves * self.bytes
         size = f"{size_in_words(self.bytes)} each" if is_alike else f"{size_in_words(self._bytes_in_all)} in all"
@@ -402,13 +402,13 @@ class EventLog:
 
     Each line is one ``write`` to a file opened for appending. So several threads and processes may share the file, and
     a killed process leaves only complete lines. In addition to the event's own fields, a line has its name (``event``),
-    the process (``pid``, ``host``, ``since`` when) and its ``rank``.
+    the process (``pid``, ``host``, its start time ``since``) and its ``rank``.
 
     Args:
         path: The local file; its directory is created.
 
     Raises:
-        StorageError: The path is another file, such as a checkpoint.
+        StorageError: There is a file at the path that is not an event log, such as a checkpoint.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -432,7 +432,7 @@ class EventLog:
 
 
 def rank_of_process() -> int:
-    """Return the rank of this process among those that train together; 0 if it is alone."""
-    import torch.distributed as dist  # the command line reads this module, and shows help without torch
+    """Return the rank of this process in the default process group; 0 if there is none."""
+    import torch.distributed as dist  # imported here because the command line's help must not import torch
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""Boxes: the rectangular parts of a tensor, where their bytes are, and how they are cut by writers and by meshes."""
+"""Boxes (rectangular parts) of a tensor: where their bytes are, and how writers and device meshes cut a tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Cuts along an earlier dimension leave longer runs of bytes, which is worth a largest part of so many times the mean.
+# Cuts along an earlier dimension leave longer runs of bytes, so the largest part may be this many times the mean.
 TOLERATED_UNEVENNESS = 1.125
 
 
@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the box that is all of a tensor of this shape."""
+        """Return the box that covers a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -35,21 +35,21 @@ class Box(NamedTuple):
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Index behind the last element, one number for each dimension."""
+        """Index after the last element, one number for each dimension."""
         return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """Return the elements that both boxes have, or None where there are none."""
+        """Return the box of the elements that are in both boxes, or None if there are none."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(end - begin for begin, end in zip(offset, map(min, self.end, other.end), strict=True))
         return Box(offset, shape) if all(size > 0 for size in shape) else None
 
     def relative_to(self, other: Box) -> Box:
-        """Return the same elements counted from where ``other`` begins."""
+        """Return the same box with its offset counted from the beginning of ``other``."""
         return Box(tuple(mine - its for mine, its in zip(self.offset, other.offset, strict=True)), self.shape)
 
     def along(self, dimension: int, begin: int, end: int) -> Box:
-        """Return the part from ``begin`` to before ``end`` of one dimension, both counted from where the box begins."""
+        """Return the part from ``begin`` up to ``end`` (exclusive) of one dimension, relative to the box's offset."""
         offset, shape = list(self.offset), list(self.shape)
         offset[dimension] += begin
         shape[dimension] = end - begin
@@ -65,7 +65,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield where the bytes of ``box`` are in a contiguous tensor of a shape: ``(begin, nbytes)``, as long as can be.
+    """Yield the longest runs of bytes, as ``(begin, nbytes)``, of ``box`` in a contiguous tensor of a shape.
 
     Examples:
         >>> list(byte_runs((4, 6), Box((1, 2), (2, 3)), itemsize=1))
@@ -74,7 +74,7 @@ def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[i
     if box.numel == 0:
         return
     strides = [stride * itemsize for stride in strides_of(shape)]
-    # Everything below `inner` is wanted in full, so a run is made of whole slices of dimension `inner`.
+    # All dimensions after `inner` are covered in full, so a run consists of whole slices of dimension `inner`.
     inner = len(shape) - 1
     while inner > 0 and box.shape[inner] == shape[inner]:
         inner -= 1
@@ -89,10 +89,10 @@ def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[i
 
 
 def cut_dimension(box: Box, parts: int) -> int:
-    """Return the dimension along which to cut a box, that has dimensions and elements, into about equal parts.
+    """Return the dimension along which to cut a non-empty box with at least one dimension into about equal parts.
 
-    That is the first one that gives parts of nearly equal size, since cuts along rows keep bytes together, or else the
-    one that gives the most equal parts.
+    That is the first dimension that gives parts of nearly equal size, since cuts along rows keep bytes together, or
+    else the one that gives the most equal parts.
     """
     unevenness = [-(-size // parts) * parts / size for size in box.shape]
     for dimension, value in enumerate(unevenness):
@@ -103,11 +103,11 @@ def cut_dimension(box: Box, parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one dimension of a mesh cuts a tensor."""
+    """How one dimension of a device mesh cuts a tensor."""
 
     dimension: int  # the dimension of the tensor that is cut
-    # With more than 1, that dimension is first cut into so many sections, and each rank gets its part of every section.
-    # So a mesh dimension further right can have cut first: FSDP on top of tensor parallelism.
+    # If more than 1, that dimension is first cut into this many sections, and each rank gets its part of every section.
+    # This allows a mesh dimension further right to cut first: FSDP on top of tensor parallelism.
     split_factor: int = 1
 
 
@@ -119,12 +119,12 @@ def sharded_boxes(
 ) -> list[tuple[Box, Box]]:
     """Return which elements of a tensor are on the rank at ``coordinate`` of a mesh.
 
-    ``shardings`` say for each dimension of the mesh how it cuts the tensor, or None where it replicates it. The cuts
-    are those of ``torch.chunk``: equal parts, a smaller one, then empty ones. Returns pairs of boxes with elements: in
-    the whole tensor, and in the tensor that the rank holds. Strided cuts can give several pairs; in the order of the
-    elements.
+    ``shardings`` has, for each dimension of the mesh, how it cuts the tensor, or None if it replicates it. The cuts
+    are those of ``torch.chunk``: equal parts, then a smaller one, then empty ones. Returns pairs of non-empty boxes:
+    the box in the whole tensor, and the same elements in the rank's local tensor. Strided cuts can give several pairs,
+    in the order of the elements.
     """
-    # What the rank holds of each dimension: in order, disjoint.
+    # The intervals of each dimension that the rank holds: in order, disjoint.
     held: list[list[Interval]] = [[(0, size)] if size else [] for size in shape]
     for mesh_dimension, sharding in _cuts_in_order(mesh_shape, shardings):
         parts, index = mesh_shape[mesh_dimension], coordinate[mesh_dimension]
@@ -140,11 +140,11 @@ def sharded_boxes(
 
 
 def _cuts_in_order(mesh_shape: Sequence[int], shardings: Sequence[Sharding | None]) -> list[tuple[int, Sharding]]:
-    """Return the dimensions of the mesh that cut, and how, in the order in which they do.
+    """Return the dimensions of the mesh that cut the tensor, and how, in the order in which the cuts are applied.
 
-    That is from left to right, but a strided cut over all that is cut further right comes after that: it is how
-    ``fully_shard`` cuts. As a strided cut it would give the same parts where sizes divide, and where they do not, other
-    parts than the ranks have.
+    That is from left to right, with one exception: a strided cut whose factor is the number of all parts cut further
+    right becomes a plain cut applied after them, because that is how ``fully_shard`` cuts. Applied as a strided cut, it
+    would give the same parts if sizes divide evenly, but different parts than the ranks hold if they do not.
     """
     order: list[tuple[int, Sharding]] = []
     for number, sharding in reversed(list(enumerate(shardings))):
@@ -174,7 +174,7 @@ def _share(intervals: list[Interval], sections: int, parts: int, index: int) -> 
 
 
 def _part(intervals: list[Interval], begin: int, end: int) -> Iterator[Interval]:
-    """Yield the elements ``begin`` to before ``end`` of the concatenated intervals."""
+    """Yield the intervals of the elements from ``begin`` up to ``end`` (exclusive) of the concatenated intervals."""
     position = 0
     for first, last in intervals:
         low, high = max(begin - position, 0), min(end - position, last - first)
@@ -184,7 +184,7 @@ def _part(intervals: list[Interval], begin: int, end: int) -> Iterator[Interval]
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in ascending order, of which those that overlap or touch are one."""
+    """Return ranges in ascending order, with those that overlap or touch joined into one."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:

@@ -1,7 +1,7 @@
-"""``python -m ckpt_core.gpu_check``: what saves cost a training on this machine's accelerator, in one table.
+"""``python -m ckpt_core.gpu_check``: benchmark what saves cost a training on this machine's accelerator.
 
-It trains a small model with AdamW, without saves and with saves of each kind, and loads what was saved. In a clone it
-runs the tests that need an accelerator first. The table is in Markdown, to be pasted.
+It trains a small model with AdamW, without saves and with saves of each kind, and loads one checkpoint. In a clone of
+the repository, it first runs the tests that need an accelerator. It prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from ckpt_core.directory import DirectoryCheckpointer, Kind, Part
 __all__ = ["Contender", "main"]
 
 _LAYERS = 8
-_COPIED = 256 * 2**20  # bytes, to find out how fast a pinned copy is
+_COPIED = 256 * 2**20  # bytes copied to measure the speed of a pinned copy
 _MIB = 2**20
-_ON_DEVICES = re.compile(r"accelerator: Accelerator|mark\.gpu")  # what files have whose tests run on a GPU, too
-_SOME_PASSES = 5  # forward and backward, to find out how long one takes
-_LONGEST_STEP = 1000  # forward and backward passes
+_ON_DEVICES = re.compile(r"accelerator: Accelerator|mark\.gpu")  # in the source of test files that can run on a GPU
+_SOME_PASSES = 5  # forward and backward passes, to measure how long one takes
+_LONGEST_STEP = 1000  # maximum forward and backward passes in a step
 
 
 class Contender:
-    """One way of saving, which has a row of the table."""
+    """One way of saving, measured in one row of the table."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def save(self, state: dict[str, Any], path: str) -> None:
-        """Begin to save; the caller trains on when it returns, and calls :meth:`before_step` before its next step."""
+        """Begin a save; the caller then continues to train, and calls :meth:`before_step` before its next step."""
         raise NotImplementedError
 
     def before_step(self) -> None:
-        """Return when the optimizer may change the state."""
+        """Block until the optimizer may change the state."""
 
     def finish(self) -> None:
-        """Return when all saves are over."""
+        """Block until all saves have ended."""
 
     def close(self) -> None:
-        """Free what is kept between saves."""
+        """Free the resources that are kept between saves."""
 
 
 class _Ours(Contender):
@@ -77,7 +77,7 @@ class _Ours(Contender):
 
 
 class _Dcp(Contender):
-    """torch's own asynchronous saves, one after the other; its stager pins memory and copies beside the training."""
+    """torch's own asynchronous saves, one at a time; its stager pins memory and copies while training continues."""
 
     def __init__(self, name: str, *, stages: bool) -> None:
         super().__init__(name)
@@ -108,7 +108,7 @@ class _Dcp(Contender):
             stager.close()
 
 
-#: What makes each row of the table.
+#: Creates the contender of each row of the table.
 CONTENDERS: tuple[Callable[[], Contender], ...] = (
     lambda: _Ours("async, overlap=True", Checkpointer(overlap=True)),
     lambda: _Ours("sharded, overlap=True", DirectoryCheckpointer(overlap=True)),
@@ -127,7 +127,7 @@ class _Training:
         layers = [torch.nn.Linear(width, width) for _ in range(_LAYERS)]
         self.model = torch.nn.Sequential(*layers).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.passes = 1  # forward and backward, before each step of the optimizer
+        self.passes = 1  # forward and backward passes before each step of the optimizer
         self._batch = torch.randn(batch, width).to(device)
 
     def state(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class _Training:
         return sum(tensor.nbytes for _, tensor in tree.tensors(self.state()))
 
     def run(self, steps: int, *, every: int = 0, save: Contender | None = None, path: str = "") -> _Measured:
-        """Make some steps, each of which ends when the device has done it, as where the loss is logged."""
+        """Train for some steps; wait for the device after each, as a script that logs the loss does."""
         stalls = []
         wait_for_devices([self._batch])
         begin = time.perf_counter()
@@ -157,14 +157,14 @@ class _Training:
         return time.perf_counter() - begin, stalls
 
 
-_Measured = tuple[float, list[float]]  # seconds of all steps, and of each save
+_Measured = tuple[float, list[float]]  # seconds of all steps together, and of each save
 
 
 def _measure_row(
     training: _Training, device: torch.device, options: argparse.Namespace, alone: float, saves: Contender
 ) -> list[str]:
     path = os.path.join(options.path, "saved")
-    training.run(1, every=1, save=saves, path=path)  # allocates and pins memory
+    training.run(1, every=1, save=saves, path=path)  # the first save allocates and pins memory
     training.run(1, every=2, save=saves)
     saves.finish()
     begin = time.perf_counter()
@@ -203,15 +203,15 @@ def _row(
             after.pop_all()
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             row = [f"{name}: {type(error).__name__}", "-", "-", "-", "-"]
-    shutil.rmtree(options.path)  # some are files, and others directories
+    shutil.rmtree(options.path)  # some contenders write files, and others directories
     os.mkdir(options.path)
     return row
 
 
 def _load(training: _Training, device: torch.device, path: str) -> tuple[float, bool]:
-    """Save beside a running training, and load: the seconds, and whether it has the bits of the save's moment."""
+    """Save while training continues, and load; return the seconds, and whether the load equals the saved state."""
     with Checkpointer(overlap=True) as ours:
-        training.run(1)  # the checkpointer learns of the optimizer
+        training.run(1)  # so that the checkpointer sees the optimizer
         ours.save(training.state(), path)
         kept = {name: tensor.clone() for name, tensor in tree.tensors(training.state())}
         training.run(2)
@@ -229,7 +229,7 @@ def _load(training: _Training, device: torch.device, path: str) -> tuple[float, 
 def measure(
     options: argparse.Namespace, device: torch.device, name: str, contenders: Iterable[Callable[[], Contender]]
 ) -> bool:
-    """Print the table; return whether a checkpoint that was saved beside the training has the bits of its moment."""
+    """Print the table; return whether a checkpoint that was saved during training equals the state at its save."""
     training = _Training(device, int(options.gigabytes * 1e9), options.batch)
     training.run(2)
     one, _ = training.run(1)
@@ -263,8 +263,8 @@ def measure(
 
 
 def _run_tests(tests: Path) -> bool:
-    """Run the tests that need an accelerator; print their last line, and what failed."""
-    # Not all: the others may import what is not installed here.
+    """Run the tests that need an accelerator; print pytest's last line and all failures; return whether all passed."""
+    # Only those: the other test files may import packages that are not installed here.
     files = [path for path in sorted(tests.rglob("test_*.py")) if _ON_DEVICES.search(path.read_text(encoding="utf-8"))]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
@@ -281,10 +281,10 @@ def main(
     contenders: Iterable[Callable[[], Contender]] = CONTENDERS,
     tests: Path = Path(__file__).parent.parent / "tests",
 ) -> int:
-    """Test and measure, and print the table.
+    """Run the tests and the benchmark, and print the table.
 
     Returns:
-        0; 1 where there is no accelerator, a test fails or a checkpoint has other bits.
+        0; 1 if there is no accelerator, a test fails or a loaded checkpoint differs from the saved state.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_core.gpu_check", description="Measure what saves cost a training on this accelerator."
@@ -303,7 +303,7 @@ def main(
     if found is None:
         print(f"torch {torch.__version__} finds no accelerator on this machine: there is nothing to measure")
         return 1
-    # Not in an installed package, beside which somebody else's tests may lie.
+    # Not for an installed package: the folder "tests" next to it may belong to a different project.
     passed = options.no_tests or not (tests / "support" / "accelerators.py").exists() or _run_tests(tests)
     options.path = tempfile.mkdtemp(prefix="ckpt-gpu-check-", dir=options.path)
     try:

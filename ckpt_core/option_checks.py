@@ -1,6 +1,6 @@
-"""What values options take: a wrong one is refused where it is given, and not by what uses it, hours later.
+"""Validate option values where they are passed, so that a wrong value does not fail hours later where it is used.
 
-A check returns the value, or raises a :class:`ValueError` that continues after the option's name.
+A check returns the value, or raises a :class:`ValueError` whose message continues after the option's name.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 Check = Callable[[Any], Any]
 
-_LEAST_HOST_BYTES = 32 * 2**20  # two windows of an image; written out, because torch is not imported here
+_LEAST_HOST_BYTES = 32 * 2**20  # two windows of 16 MiB; not taken from their module, because that imports torch
 
 
 def check_options(checks: Mapping[str, Check], values: Mapping[str, Any]) -> None:
-    """Refuse the first of the ``values`` that its check refuses.
+    """Apply each check to the value of the same name, and refuse the first invalid value.
 
     Raises:
         ValueError: The message begins with the option's name.
@@ -32,17 +32,17 @@ def check_options(checks: Mapping[str, Check], values: Mapping[str, Any]) -> Non
 
 
 def check_count(value: Any) -> int:
-    """Take whole numbers of at least 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:  # NumPy's are no int
+    """Accept whole numbers of at least 1."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:  # NumPy's integers are not an int
         raise ValueError(f"must be a whole number of at least 1, not {value!r:.80}")
     return int(value)
 
 
 def check_max_host_bytes(max_host_bytes: int | None, max_pending: int) -> None:
-    """Refuse what no state could pass through.
+    """Refuse a limit that is too small for any state.
 
     Raises:
-        ValueError: It is less than two windows for each save.
+        ValueError: It is less than two windows for each pending save.
     """
     least = _LEAST_HOST_BYTES * max_pending
     if max_host_bytes is not None and max_host_bytes < least:
@@ -53,28 +53,28 @@ def check_max_host_bytes(max_host_bytes: int | None, max_pending: int) -> None:
 
 
 def check_switch(value: Any) -> bool:
-    """Take True and False: the text ``"false"`` would count as True."""
+    """Accept True and False only: the text ``"false"`` would count as True."""
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, not {value!r:.80}")  # noqa: TRY004  a wrong value, as the others
     return value
 
 
 def check_seconds(value: Any) -> float:
-    """Take numbers of seconds above 0."""
+    """Accept finite numbers of seconds above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of seconds above 0, not {value!r:.80}")
     return float(value)
 
 
 def check_share(value: Any) -> float:
-    """Take shares of a run, between 0 and 1."""
+    """Accept shares of a run, between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
         raise ValueError(f"must be a share of the run between 0 and 1, not {value!r:.80}")
     return float(value)
 
 
 def check_signals(value: Any, what: str = "names of signals such as 'SIGTERM'") -> tuple[str, ...]:
-    """Take names of signals that a program can handle, also as a text with commas between them."""
+    """Accept names of signals that a program can handle, also as a text with commas between them."""
     given = [value] if isinstance(value, str) else value
     names = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(name, str) for name in names):
@@ -87,7 +87,7 @@ def check_signals(value: Any, what: str = "names of signals such as 'SIGTERM'") 
 
 
 def check_deadline(value: Any) -> float | None:
-    """Take numbers of seconds from now, and times, also as text; return which time that is. None is no deadline."""
+    """Accept a number of seconds from now or a time, also as text; return it as Unix time. None means no deadline."""
     if value is None:
         return None
     given = value
@@ -110,7 +110,7 @@ def check_deadline(value: Any) -> float | None:
 
 
 def check_two_tiers(local_dir: object, upload_to: object, keep_local: object) -> None:
-    """Refuse, with a ``ValueError``, options of which one makes no sense without another."""
+    """Raise a ``ValueError`` if one of these options is given without another that it needs."""
     if (local_dir is None) != (upload_to is None):
         missing, given = ("local_dir", "upload_to") if local_dir is None else ("upload_to", "local_dir")
         raise ValueError(f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to")
@@ -119,12 +119,12 @@ def check_two_tiers(local_dir: object, upload_to: object, keep_local: object) ->
 
 
 def check_notice(value: Any) -> Any:
-    """Take None, paths, and functions."""
+    """Accept None, paths and functions."""
     return value if value is None or callable(value) else check_path(value, "the path of a file, or a function")
 
 
 def check_preemption(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take arguments of :class:`ckpt_core.preemption.Preemption` by name."""
+    """Accept a mapping with arguments of :class:`ckpt_core.preemption.Preemption`."""
     known: dict[str, Check] = {
         "signals": check_signals,
         "deadline": check_deadline,
@@ -139,36 +139,36 @@ def check_preemption(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_path(value: Any, what: str = "the path of a file") -> str:
-    """Take paths that are not empty."""
+    """Accept paths that are not empty."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ValueError(f"must be {what}, not {value!r:.80}")
     return os.fspath(value)
 
 
 def check_text(value: Any) -> str:
-    """Take texts."""
+    """Accept strings."""
     if not isinstance(value, str):
         raise ValueError(f"must be a text, not {value!r:.80}")  # noqa: TRY004  a wrong value, as the others
     return value
 
 
 def check_mapping(value: Any) -> dict[str, Any]:
-    """Take mappings with names as keys."""
+    """Accept mappings with names as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        # The value is not shown: credentials belong here.
+        # The message does not show the value, because it may contain credentials.
         raise ValueError("must be a mapping with names as keys; in a flag or a variable, a JSON object")
     return dict(value)
 
 
 def check_functions(value: Any) -> Sequence[Callable[..., Any]]:
-    """Take sequences of what can be called."""
+    """Accept sequences of callables."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(callable, value)):
         raise ValueError(f"must be a list of functions, not {value!r:.80}")
     return value
 
 
 def one_of(*choices: Any) -> Check:
-    """Take one of some values."""
+    """Return a check that accepts one of the given values."""
 
     def check(value: Any) -> Any:
         if value not in choices:
@@ -180,7 +180,7 @@ def one_of(*choices: Any) -> Check:
 
 
 def instance_of(kind: type, name: str) -> Check:
-    """Take instances of a class, which a message calls ``name``."""
+    """Return a check that accepts instances of a class, which the message calls ``name``."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, kind):
@@ -191,5 +191,5 @@ def instance_of(kind: type, name: str) -> Check:
 
 
 def or_none(check: Check) -> Check:
-    """Take None, too."""
+    """Return a check that accepts None in addition to the values that ``check`` accepts."""
     return lambda value: None if value is None else check(value)

@@ -1,4 +1,4 @@
-"""What will go wrong at a later save, or at a resume, said after the first save, when somebody may still look."""
+"""Warn after the first save about problems that later saves or a resume will have, while a user may still watch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MOST_SHOWN = 5  # keys
 
 
 class Preflight:
-    """A listener that looks once, when the first checkpoint is durable, and warns; it never stops a save.
+    """A listener that checks once, when the first checkpoint is durable, and warns; it never stops a save.
 
-    A checkpoint is deleted when its successor is durable, so there must be room for one more. A store may let a
-    program write and not delete: then everything stays. The clock may be behind the checkpoints that are there. That a
-    local directory can be written, renamed and deleted in, the commit itself has shown. Ranks that torchrun starts
-    again may find what the last attempt has left in its store.
+    It checks four things: room for a second checkpoint, since the old one is deleted only when its successor is
+    durable; whether an object store that allows writes also allows deletions; whether the clock is behind existing
+    checkpoints; and whether ranks that torchrun restarts would find remains of the last attempt in its store. Writing,
+    renaming and deleting in a local directory needs no check: the commit itself has done that.
     """
 
     def __init__(self, storage_options: dict[str, Any] | None = None) -> None:
@@ -39,7 +39,7 @@ class Preflight:
             return
         self._is_done = True
         if rank_of_process():
-            return  # one is enough
+            return  # only rank 0 warns
         directory = os.path.dirname(event.path.rstrip("/"))
         problem = self._of_store(directory) if is_remote(event.path) else _of_disk(directory, event.bytes)
         for said in filter(None, (problem, _of_restarts())):
@@ -57,7 +57,7 @@ class Preflight:
         try:
             storage.write_whole(path, b"\0")
         except CheckpointError:
-            return None  # the checkpoint could be written: whatever this is, it will be said where it matters
+            return None  # the checkpoint itself could be written, so this failure will be reported where it matters
         try:
             storage.remove(path)
             is_gone = not storage.exists(path)
@@ -75,7 +75,7 @@ def _of_disk(directory: str, size: int) -> str | None:
     except (AttributeError, OSError):
         return None
     if not disk.f_blocks:
-        return None  # a filesystem that does not say
+        return None  # a filesystem that does not report its size
     free = disk.f_bavail * disk.f_frsize
     if free < size:
         return (
@@ -88,9 +88,9 @@ def _of_disk(directory: str, size: int) -> str | None:
 
 
 def _of_restarts() -> str | None:
-    """Return why ranks that torchrun starts again may not find each other; None if they will.
+    """Return the warning if ranks that torchrun restarts may not find each other; None if they will.
 
-    torch gives each attempt a store of its own only if the launcher does not share the store of its rendezvous.
+    torch gives each attempt its own store only if the launcher does not share the store of its rendezvous.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("WORLD_SIZE", "1") == "1":
         return None
@@ -103,18 +103,18 @@ def _of_restarts() -> str | None:
 
 
 class RefusedKeys:
-    """Warns, of the first checkpoint that a checkpointer commits, of the keys that a load will refuse."""
+    """Warns once per checkpointer, after its first commit, about keys that a load with default options will refuse."""
 
     def __init__(self) -> None:
         self._has_looked = False
 
     def warn_of(self, path: str, find: Callable[[], Mapping[str, str]]) -> None:
-        """Warn of what is in a committed checkpoint; ``find`` returns what is refused, by key the name of its type."""
+        """Warn about refused objects in the committed checkpoint at ``path``; ``find`` returns their types by key."""
         if self._has_looked:
             return
         self._has_looked = True
         refused: Mapping[str, str] = {}
-        with contextlib.suppress(MemoryError):  # the checkpoint is committed, whatever becomes of this
+        with contextlib.suppress(MemoryError):  # the checkpoint is committed, so a failure of this check is no error
             refused = find()
         if not refused:
             return

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run have cost, from its event log: totals, and one self-contained page.
+"""Report what the checkpoints of a run have cost, from its event log: totals, and one self-contained HTML page.
 
 Examples:
     >>> import os, tempfile, torch
@@ -51,26 +51,26 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _WIDTH, _ROW, _PLOT = 1000, 40, 140  # pixels
-_MOST_MARKS = 1000  # in one picture: more cannot be told apart
-_CROWD = 100  # saves in one row
-_FAR = 20  # times as long as the typical stall
+_MOST_MARKS = 1000  # in one diagram; more cannot be distinguished
+_CROWD = 100  # with more saves in a row of the timeline, bars narrower than a pixel are drawn paler
+_FAR = 20  # if the longest stall is more than this many times the median, the scale is logarithmic
 _MOST_ROWS = 100  # of a table
 _MOST_RANKS = 64
 
-#: Programs that draw a picture of the page; the first that is installed does.
+#: Browsers that can draw a picture of the page; the first that is installed is used.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_WINDOW = (1100, 980)  # pixels, without the rows of the ranks, and interruptions
-_TABLE_ROW, _HEADING = 32, 150  # pixels: what a row of a table takes, and the other lines of a section with one
+_WINDOW = (1100, 980)  # width and height in pixels, without the rows for ranks and interruptions
+_TABLE_ROW, _HEADING = 32, 150  # pixels: height of a table's row, and of the other lines of a section with a table
 _DRAWING_SECONDS = 120.0
-# What the numbers of events are called, and those that an event of some kinds must have.
+# Names of optional numeric fields of events, and of the numeric fields that events of some kinds must have.
 _SECONDS = ("seconds", "stall_seconds", "waited_seconds")
 _NUMBERS = {
     "SnapshotTaken": ("stall_seconds", "bytes"),
     "SaveCommitted": ("bytes",),
     "TrainingStarted": ("resumed", "step"),
 }
-_END_OF_TIME = 1e11  # a Unix time that calendars still know
-_PAGE, _PICTURE = b"<!doctype html>", b"\x89PNG\r\n\x1a\n"  # how the files begin
+_END_OF_TIME = 1e11  # seconds; events with a later Unix time are ignored, since datetime may not represent it
+_PAGE, _PICTURE = b"<!doctype html>", b"\x89PNG\r\n\x1a\n"  # first bytes of the files that this module writes
 
 
 @dataclasses.dataclass
@@ -79,14 +79,14 @@ class Save:
 
     Attributes:
         path: The checkpoint.
-        started: Unix time in seconds at which training stopped for it.
-        stall: Seconds until training continued; None if the process ended before.
-        waited: The part of it spent waiting for an earlier save.
+        started: Unix time in seconds at which training stopped for the save.
+        stall: Seconds until training continued; None if the process ended before that.
+        waited: The part of the stall spent waiting for an earlier save.
         durable: Unix time at which it was committed; None if it was not.
         bytes: Size of the checkpoint.
         error: Why it failed; empty if it did not.
         failed: Unix time at which it failed; None if it did not.
-        is_copy: Whether it is another name of a checkpoint, which stops training for nothing.
+        is_copy: Whether it is only a second name of a checkpoint, which causes no stall of its own.
     """
 
     path: str
@@ -101,7 +101,7 @@ class Save:
 
     @property
     def outcome(self) -> str:
-        """What became of it, in a word or two."""
+        """The outcome of the save: ``"failed"``, ``"durable"`` or ``"not finished"``."""
         if self.error:
             return "failed"
         return "durable" if self.durable is not None else "not finished"
@@ -114,14 +114,14 @@ class Save:
 
 @dataclasses.dataclass
 class Process:
-    """What one process has reported, from one start of its training to the next.
+    """The events of one process, from one start of its training to the next.
 
     Attributes:
-        pid: Its number.
-        rank: Its rank; 0 where the log does not say.
+        pid: The process id.
+        rank: Its rank; 0 if the log does not contain it.
         first, last: Unix times in seconds of its first and its last event.
         saves: Its saves.
-        others: The other events: uploads, loads, deletions, what was passed over, where training began and ended.
+        others: The other events: uploads, loads, deletions, skipped checkpoints, start and end of training.
     """
 
     pid: int
@@ -130,10 +130,10 @@ class Process:
     last: float
     saves: list[Save] = dataclasses.field(default_factory=list)
     others: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    _copied: list[Save] = dataclasses.field(default_factory=list, repr=False)  # and not durable yet, in their order
+    _copied: list[Save] = dataclasses.field(default_factory=list, repr=False)  # states copied but not durable, in order
 
     def add(self, event: dict[str, Any]) -> None:
-        """Note one event."""
+        """Add one event, which must be later than those added before."""
         kind, moment = event["event"], float(event["time"])
         begun = moment - float(event.get("stall_seconds") or event.get("seconds") or 0.0)
         self.first, self.last = min(self.first, begun), max(self.last, moment)
@@ -141,7 +141,7 @@ class Process:
             self.saves.append(Save(event["path"], moment))
             return
         save = next((each for each in reversed(self.saves) if each.path == event["path"]), None)
-        if kind in ("SaveCommitted", "SaveFailed"):  # of one path several may be under way, which end in their order
+        if kind in ("SaveCommitted", "SaveFailed"):  # several saves of one path may be pending; they end in order
             save = next((each for each in self._copied if each.path == event["path"]), save)
             self._copied = [each for each in self._copied if each is not save]
         if save is None or kind not in ("SnapshotTaken", "SaveCommitted", "SaveFailed"):
@@ -158,7 +158,7 @@ class Process:
 
     @property
     def seconds(self) -> float:
-        """How long it has trained: from when it said so, or from its first save, to its last event."""
+        """How long it has trained: from its TrainingStarted event or its first save to its last event."""
         begun = [float(event["time"]) for event in self.events("TrainingStarted")] + [s.started for s in self.saves[:1]]
         return self.last - min(begun, default=self.first)
 
@@ -172,10 +172,10 @@ class Interruption:
     """A training that ended too early, and was continued by another process.
 
     Attributes:
-        path: The checkpoint that it was continued from.
-        step: Optimizer steps of that.
-        saved: Unix time in seconds of its state: what was trained after it was lost.
-        ended: Unix time of the last sign of life of the process that ended.
+        path: The checkpoint from which training continued.
+        step: Optimizer steps of that checkpoint.
+        saved: Unix time in seconds at which its state was saved; the training after that was lost.
+        ended: Unix time of the last event of the process that ended.
         resumed: Unix time at which training continued.
     """
 
@@ -187,7 +187,7 @@ class Interruption:
 
     @property
     def seconds(self) -> float:
-        """What it has cost: the work that was lost, and the time until training continued from the same state."""
+        """What the interruption cost: the lost training, and the time until training continued."""
         return self.resumed - self.saved
 
 
@@ -197,11 +197,11 @@ def read_events(paths: Iterable[str]) -> list[Process]:
     A line that was cut off by a crash is left out.
 
     Args:
-        paths: Local files, as ``event_log`` writes them; one that is given twice counts once.
+        paths: Local files, as ``event_log`` writes them; a file that is given twice counts once.
 
     Raises:
-        ValueError: One of them is no event log.
-        OSError: One of them cannot be read.
+        ValueError: A file contains no events.
+        OSError: A file cannot be read.
     """
     processes: list[Process] = []
     for path in {os.path.realpath(path): path for path in paths}.values():
@@ -209,7 +209,7 @@ def read_events(paths: Iterable[str]) -> list[Process]:
         running: dict[tuple[Any, ...], Process] = {}
         for event in _events(path):
             pid, moment = int(event["pid"]), float(event["time"])
-            # in containers, each start has the same host and number; in a notebook, one process has several
+            # In containers, each start may have the same host and pid; in a notebook, one process has several starts.
             key = (event.get("host"), pid, event.get("since"))
             process = running.get(key)
             if process is None or (event["event"] == "TrainingStarted" and process.events("TrainingStarted")):
@@ -232,11 +232,11 @@ def _events(path: str) -> Iterator[dict[str, Any]]:
                 if is_whole and all(math.isfinite(float(number)) for number in needed + given):
                     yield event
             except (ValueError, KeyError, TypeError):
-                continue  # cut off, or another program's
+                continue  # cut off, or written by another program
 
 
 def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:
-    """Return where a run was interrupted and continued, as rank 0 has reported it.
+    """Return the interruptions after which a run was continued, from the events of rank 0.
 
     Args:
         processes: From :func:`read_events`.
@@ -256,7 +256,7 @@ def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:
 
 
 def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
-    """Return the totals of a run; what several ranks have saved together is one save, which stalls as the slowest rank.
+    """Return the totals of a run; a save of several ranks counts once, with the stall of the slowest rank.
 
     Args:
         processes: From :func:`read_events`.
@@ -300,14 +300,14 @@ def _median(saves: Sequence[Save]) -> float:
 
 
 def run_in_words(totals: dict[str, Any]) -> str:
-    """Return how long a run has trained and where, such as ``"2.9 s on 2 ranks, 6 processes"``, from its totals."""
+    """Return a text such as ``"2.9 s on 2 ranks, 6 processes"`` from the totals of a run."""
     numbers = ((totals["ranks"], "rank", "ranks"), (totals["processes"], "process", "processes"))
     ranks, processes = (f"{number:,} {one if number == 1 else many}" for number, one, many in numbers)
     return f"{seconds_in_words(totals['seconds'])} on {ranks}, {processes}"
 
 
 def _saves_of_all_ranks(processes: Sequence[Process]) -> list[Save]:
-    """Return the saves in order; those that ranks made together are one, with the longest stall and latest commit."""
+    """Return the saves in order; a save of several ranks is merged, with the longest stall and the latest commit."""
     together: dict[tuple[int, str, int], list[Save]] = {}
     for _, starts in _by_rank(processes):
         for start, process in enumerate(starts):
@@ -333,7 +333,7 @@ def seconds_in_words(seconds: float) -> str:
     """Return a duration such as ``"34 ms"``, ``"1.2 s"`` or ``"2:03:04"``.
 
     Args:
-        seconds: How long.
+        seconds: The duration.
     """
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
@@ -366,11 +366,11 @@ _LEGEND = (
 
 
 def try_to_write(log: str, target: str) -> None:
-    """Write the page about a run; where that cannot be done, say so in a warning instead of failing a training.
+    """Write the page about a run; if that fails, log a warning instead of ending the training.
 
     Args:
-        log: Its event log.
-        target: The local file to write; one that ends with ``.png`` is a picture, beside the page.
+        log: The event log of the run.
+        target: The local file to write; if it ends with ``.png``, a picture is written next to the page.
     """
     try:
         processes, page = read_events([log]), page_beside(target)
@@ -424,21 +424,21 @@ def page_of(processes: Sequence[Process], *, lists_saves: bool = True) -> str:
 
 
 def write_page(processes: Sequence[Process], target: str) -> None:
-    """Write :func:`page_of`.
+    """Write :func:`page_of` to a file.
 
     Args:
         processes: From :func:`read_events`.
-        target: The local file; an earlier page is replaced, nothing else.
+        target: The local file; only an earlier page is replaced.
 
     Raises:
-        StorageError: There is another file, such as a checkpoint.
-        OSError: It cannot be written.
+        StorageError: There is a file that is not such a page, for example a checkpoint.
+        OSError: The page cannot be written.
     """
     _refuse_other_file(target, _PAGE)
     try:
         Path(target).write_text(page_of(processes), encoding="utf-8")
     except OSError as error:
-        error.filename = error.filename or target  # a full disk does not say where it is
+        error.filename = error.filename or target  # the error of a full disk has no file name
         raise
 
 
@@ -454,21 +454,21 @@ def _refuse_other_file(target: str, beginning: bytes) -> None:
 
 
 def page_beside(target: str) -> str:
-    """Return where the page of a run goes of which a picture is wanted: ``"run.html"`` for ``"run.png"``."""
+    """Return the path of the page for a report: ``"run.html"`` next to the picture ``"run.png"``, else ``target``."""
     name, ending = os.path.splitext(target)
     return f"{name}.html" if ending == ".png" else target
 
 
 def draw(processes: Sequence[Process], target: str) -> None:
-    """Have a browser draw a picture of :func:`page_of`, without its table of saves, of which only a part would show.
+    """Draw a picture of :func:`page_of` with a browser, without the table of saves, which would be cut off.
 
     Args:
         processes: From :func:`read_events`.
-        target: The local file, a PNG; an earlier picture is replaced, nothing else.
+        target: The local PNG file; only an earlier picture is replaced.
 
     Raises:
-        StorageError: There is another file, such as a checkpoint.
-        CheckpointError: None of :data:`BROWSERS` is installed, or it has failed.
+        StorageError: There is a file that is not a PNG, for example a checkpoint.
+        CheckpointError: None of :data:`BROWSERS` is installed, or the browser has failed.
     """
     _refuse_other_file(target, _PICTURE)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -483,7 +483,7 @@ def draw(processes: Sequence[Process], target: str) -> None:
         height += _HEADING + _TABLE_ROW * min(interruptions, _MOST_ROWS)
     options = ["--headless=new", "--disable-gpu", "--hide-scrollbars", f"--window-size={_WINDOW[0]},{height}"]
     if os.geteuid() == 0:
-        options.append("--no-sandbox")  # which root has none of; the page is ours, and without scripts
+        options.append("--no-sandbox")  # Chromium has no sandbox for root; the page is ours, and has no scripts
     with tempfile.TemporaryDirectory() as folder:
         source, picture = Path(folder, "page.html"), Path(folder, "page.png")
         source.write_text(page_of(processes, lists_saves=False), encoding="utf-8")
@@ -530,7 +530,7 @@ def _time_line(processes: Sequence[Process]) -> str:
 
     def bar(start: float, stop: float, top: int, style: str, note: str) -> str:
         left, width = (start - begin) * scale, (stop - start) * scale
-        # What is narrower than a pixel is as pale as it is narrow: many short stalls do not look like one long one.
+        # Bars narrower than a pixel are paler the narrower they are, so that many short stalls do not look like a long.
         pale = f" opacity='{max(width, 0.15):.2f}'" if width < 1 and crowded and style != "x" else ""
         return (
             f"<rect x='{left:.1f}' y='{top}' width='{max(width, 1.0):.1f}' height='10' class='{style}'{pale}>"
@@ -572,7 +572,7 @@ def _time_line(processes: Sequence[Process]) -> str:
 
 
 def _some(saves: Sequence[Save], most: int) -> list[Save]:
-    """Return at most so many saves: of each group of neighbours, one that is not durable or that stalled longest."""
+    """Return at most ``most`` saves: of each group of neighbours, one that is not durable or the longest stall."""
     each = len(saves) // most + 1
     groups = (saves[i : i + each] for i in range(0, len(saves), each))
     return [max(group, key=lambda save: (save.outcome != "durable", save.stall or 0.0)) for group in groups]
@@ -605,7 +605,7 @@ def _stalls(saves: Sequence[Save]) -> str:
     longest, typical = max(save.stall or 0.0 for save in stalls) or 1e-9, _median(stalls)
     chosen = _some(stalls, _MOST_MARKS)
     width = _WIDTH / len(chosen)
-    # In proportion, one stall that is far longer than the others would hide how long those are.
+    # On a linear scale, one stall that is far longer than the others would make those invisible.
     decades = math.log10(longest / typical) + 1 if longest > _FAR * typical > 0 else 0.0
     bars = []
     for index, save in enumerate(chosen):

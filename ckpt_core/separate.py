@@ -1,6 +1,6 @@
-"""Directory checkpoints by processes that are not ranks of one group: each writes when it can, and one of them commits.
+"""Directory checkpoints written by processes that are not ranks of one group: each writes its files, one commits.
 
-Nothing waits for other processes here: the caller decides who writes what, and when to commit.
+Nothing here waits for other processes: the caller decides which process writes what, and when to commit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["LocalTensor", "Piece", "RescueSave", "SeparateSaves", "local_tensor"
 
 
 class SeparateSaves:
-    """The saves of checkpoints directly below one directory, local or at a URL.
+    """Saves of checkpoints directly below one directory, a local path or a URL.
 
-    A save has an id, which all who write it know: 1 to 64 letters, digits and dashes, and never used before.
+    All processes that write a save use the same id: 1 to 64 letters, digits and dashes, never used before.
     """
 
     def __init__(self, root: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
@@ -44,11 +44,11 @@ class SeparateSaves:
         self._scratch = ScratchBuffers()
 
     def directories(self) -> list[str]:
-        """Paths of all directories there, in no order: also of those whose manifest is missing now."""
+        """Return the paths of all directories there, in no order, including those without a manifest."""
         return list(self._storage.subdirectories(self.root))
 
     def begin(self, path: str, save_id: str) -> None:
-        """Create the directory; until :meth:`commit` or :meth:`discard` it is not taken for a leftover."""
+        """Create the directory of a save; until :meth:`commit` or :meth:`discard`, clean-up does not delete it."""
         self._storage.begin_directory(path, save_id)
 
     def write(
@@ -63,13 +63,13 @@ class SeparateSaves:
         local: Callable[[str, torch.Tensor], LocalTensor],
         write_files: Callable[[str], None] | None = None,
     ) -> str:
-        """Write one process's files, durably, straight from the live tensors; return what :meth:`commit` needs.
+        """Write one process's files, durably, directly from the live tensors; return the report for :meth:`commit`.
 
-        ``parts`` are the same in all processes; what is replicated is written by rank 0. ``rank`` is the process's
-        place in the checkpoint. ``suffix`` comes before the extension of the files' names, so that no two processes
-        ever write the same file. ``local`` is called with key and tensor of each tensor in a sharded part: what this
-        process has of it. Of the tensor itself only type and shape count. ``write_files`` is called with a directory,
-        and what it writes there becomes part of the checkpoint.
+        ``parts`` are the same in all processes; replicated parts are written by rank 0. ``rank`` is the process's rank
+        in the checkpoint. ``suffix`` comes before the extension of the files' names, so that no two processes ever
+        write the same file. ``local`` is called with key and tensor of each tensor in a sharded part, and returns what
+        this process holds of it; only type and shape of the tensor passed to it matter. ``write_files`` is called with
+        a directory; the files that it writes there become part of the checkpoint.
         """
         directory = self._storage.begin_directory(path, save_id)
         try:
@@ -94,13 +94,13 @@ class SeparateSaves:
     def commit(
         self, reports: Sequence[str], path: str, save_id: str, *, metadata: Mapping[str, Any], step: int | None = None
     ) -> None:
-        """Write the manifest: from now on it is a checkpoint.
+        """Write the manifest, which makes the directory a committed checkpoint.
 
-        ``reports`` are what :meth:`write` returned, in the order of the ranks; ``step`` is that of the state, where it
-        is known.
+        ``reports`` are what :meth:`write` returned, in the order of the ranks; ``step`` is the training step of the
+        state, if known.
 
         Raises:
-            StorageError: This process does not see a file that another one has written.
+            StorageError: This process does not see a file that another process has written.
         """
         manifest = build_manifest(reports, metadata=metadata, path=path, stamp=Stamp(commit_time(), step))
         ranks = Manifest.decode(manifest, path=path).ranks
@@ -111,7 +111,7 @@ class SeparateSaves:
         self._storage.leave_directory(path, save_id)
 
     def discard(self, path: str, save_id: str) -> None:
-        """Delete what was written for a save that is given up."""
+        """Delete the files of a save that is given up."""
         self._storage.leave_directory(path, save_id)
         self._storage.discard_directory(path, save_id)
 
@@ -121,11 +121,11 @@ class SeparateSaves:
 
 
 class RescueSave:
-    """The directory in which survivors save what they hold together, each for some of the ranks.
+    """A directory checkpoint that the survivors of a lost rank save together, each writing for some of the ranks.
 
     Args:
-        rescue: What is to be saved, and who writes for whom.
-        path: Where: a local path or a URL.
+        rescue: The state to be saved, and which rank writes for which.
+        path: Local path or URL of the checkpoint.
         rank: This process's rank.
         session: Text that is the same on all ranks and different for every run.
         storage_options: For a URL, as in :class:`SeparateSaves`.
@@ -135,19 +135,19 @@ class RescueSave:
         self, rescue: Rescue, path: str, *, rank: int, session: str, storage_options: dict[str, Any] | None = None
     ) -> None:
         self._rescue, self._path, self._rank = rescue, path, rank
-        self._id = hashlib.sha256(f"{session}-{rescue.number}".encode()).hexdigest()[:32]  # the same on all
+        self._id = hashlib.sha256(f"{session}-{rescue.number}".encode()).hexdigest()[:32]  # the same on all ranks
         self._saves = SeparateSaves(os.path.dirname(path), storage_options=storage_options)
 
     def write(
         self, parts: Callable[[int], Sequence[Part]], write_files: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """Write the files of the ranks for which this one writes; return what :meth:`commit` needs of each writer.
+        """Write the files of the ranks for which this rank writes; return what :meth:`commit` needs of each writer.
 
-        ``parts`` returns those of a rank, with this rank's tensors. ``write_files`` is for the files of rank 0, as in
-        :meth:`SeparateSaves.write`.
+        ``parts`` returns the parts of a rank, with this rank's tensors. ``write_files`` writes the added files of
+        rank 0, as in :meth:`SeparateSaves.write`.
         """
         ranks = [rank for rank, writer in enumerate(self._rescue.writers) if writer == self._rank]
-        suffix = f"-{self._id}" if self._saves.is_remote else ""  # where they are written to their final place
+        suffix = f"-{self._id}" if self._saves.is_remote else ""  # on a store, files are written under their final name
         self._saves.begin(self._path, self._id)
         try:
             reports = {
@@ -171,16 +171,16 @@ class RescueSave:
     def _local(self, rank: int, key: str, tensor: torch.Tensor) -> LocalTensor:
         """Return the pieces of a tensor that this process writes on behalf of a rank."""
         mine, writers = self._rank, self._rescue.writers
-        is_mine = rank == mine and (type(tensor) is not torch.Tensor or mine == min(writers))  # others are on all ranks
+        is_mine = rank == mine and (type(tensor) is not torch.Tensor or mine == min(writers))  # plain: on all ranks
         found = local_tensor(tensor, key=key, rank=mine, world_size=len(writers), replicated=True)
         return found if is_mine else found._replace(pieces=(), holders=())
 
     def commit(self, *, metadata: Mapping[str, Any], step: int) -> None:
-        """Commit it as the checkpoint of an optimizer step, after all have written.
+        """Commit the checkpoint of an optimizer step, after all writers have written.
 
         Raises:
-            RankFailedError: Another one has written at another path, and so at another step.
-            StorageError: This process does not see a file that another one has written.
+            RankFailedError: Another rank has written to a different path, and so is at a different step.
+            StorageError: This process does not see a file that another process has written.
         """
         written = self._rescue.written
         reports = {rank: report for each in written for rank, report in each["reports"].items()}

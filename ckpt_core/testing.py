@@ -1,4 +1,4 @@
-"""For test suites of users: a training script that does not resume exactly fails a test."""
+"""Assertion for users' test suites: fail a test if a training script does not resume exactly."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def assert_resumes_exactly(
     cwd: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> Result:
-    """Train, resume in fresh processes from some points on the way, and compare step by step.
+    """Train, resume in fresh processes from several points of the run, and compare step by step.
 
-    It is ``ckpt rehearse`` for test suites: the training uses one of our plugins, and none of its own checkpoints is
+    This is ``ckpt rehearse`` for test suites: the training must use one of our plugins, and its own checkpoints are not
     touched. Weights, optimizers, schedulers, random generators, batches, losses, logged values and the attributes of
     module, callbacks, data sets and samplers are compared.
 
@@ -37,24 +37,24 @@ def assert_resumes_exactly(
         at: Optimizer steps after which to save.
         points: Other points at which to save: ``"middle"``, ``"epoch-end"``, ``"accumulation"``, ``"validation"``;
             None: all that occur, unless ``at`` is given.
-        steps: How many optimizer steps to train; None: ten after the last of ``at``, else a little more than two
-            epochs if those are short, else 30.
-        resume_arguments: Words that a resumed run gets besides; ``{checkpoint}`` in one is replaced by the path,
-            ``{ranks}`` by the number of ranks.
-        ranks: Other numbers of ranks that resume, too, and are to hand out each sample of the epoch once.
+        steps: How many optimizer steps to train; None: ten after the last of ``at``, otherwise a little more than two
+            epochs if those are short, otherwise 30.
+        resume_arguments: Additional command-line arguments of a resumed run; ``{checkpoint}`` is replaced by the path,
+            and ``{ranks}`` by the number of ranks.
+        ranks: Different numbers of ranks with which to resume, too; these runs must use each sample of the epoch once.
         ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.
-        directory: Where checkpoints, notes and the output of all processes stay; None: nothing stays.
-        env: Variables of the processes in addition to those of this one.
-        cwd: Their working directory.
-        timeout: Seconds that one of them may take.
+        directory: Where to keep checkpoints, notes and the output of all processes; None: delete them.
+        env: Environment variables for the processes, in addition to those of this process.
+        cwd: Working directory of the processes.
+        timeout: Maximum seconds for each process.
 
     Returns:
-        What was compared.
+        The result of the comparison.
 
     Raises:
         AssertionError: A resume was not exact; the message says what differs first, where it is defined, what to do.
-        CannotRehearseError: The training fails by itself, or does not use our plugins.
-        ValueError: A point or function that there cannot be.
+        CannotRehearseError: The training fails without being interrupted, or does not use our plugins.
+        ValueError: A point or function is invalid.
 
     Example::
 

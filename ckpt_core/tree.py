@@ -1,4 +1,4 @@
-"""Nested state to leaves and back: one walk with a readable name for each leaf."""
+"""Walk a nested state: yield its leaves or its tensors, each with a readable dotted name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ckpt_core.errors import SerializationError
 _SMALL = 8  # values
 _PLAIN = (int, float, str, type(None))
 _MOST_REPEATS = 10**6
-PLAIN_TYPES = frozenset((int, float, str, bytes, bool, type(None)))  # in which there is nothing else
+PLAIN_TYPES = frozenset((int, float, str, bytes, bool, type(None)))  # types of values that contain no others
 
 
 class Repeats:
-    """Counts the containers of a state that are there again, for code that visits each of their places.
+    """Counts how often containers of a state occur again, for walks that visit each occurrence.
 
-    A list of the same list twice, in a list of that one twice, and so on, has twice as many places with each level.
+    If a list holds the same list twice, which holds a third list twice, and so on, each level doubles the occurrences.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Repeats:
         self._again = 0
 
     def meet(self, node: Any, key: str) -> None:
-        """Note a container; raise SerializationError if too many that hold others have been met before."""
+        """Count an occurrence; raise SerializationError after too many repetitions of containers that hold others."""
         if id(node) not in self._met:
             self._met.add(id(node))
             return
@@ -49,9 +49,9 @@ def join_key(prefix: str, key: object) -> str:
 def leaves(tree: Any, prefix: str = "", *, repeats: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield ``(name, leaf)`` for everything in ``tree`` that is not a dict, list or tuple, in pickling order.
 
-    A container met again (the same object) is walked once, so a cycle ends; but one of few plain values, such as the
-    ``betas`` that all groups of an optimizer share, each time. With ``repeats``, only a container inside itself is left
-    out, so that a state that shares lists has the same names as one that does not (up to :class:`Repeats`).
+    The same container object is walked only once, so that cycles end; but a container of few plain values, such as the
+    ``betas`` that all groups of an optimizer share, is walked each time. With ``repeats``, only a container inside
+    itself is skipped, so that shared lists do not change the names (with the limit of :class:`Repeats`).
 
     Examples:
         >>> list(leaves({"a": [1, {"b": 2}]}))
@@ -78,7 +78,7 @@ def leaves(tree: Any, prefix: str = "", *, repeats: bool = False) -> Iterator[tu
 
 
 def tensor_values(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of :func:`tensors` without their names, which takes a tenth of the time."""
+    """Yield the same tensors as :func:`tensors`, without names, in a tenth of the time."""
     seen: set[int] = set()
     stack: list[Iterator[Any]] = [iter([tree])]
     while stack:

@@ -1,8 +1,8 @@
-"""What torch's default reading (``weights_only=True``) refuses: a valid pickle that could run code, or a damaged one.
+"""Tell unsafe pickles from damaged ones when ``torch.load(weights_only=True)`` refuses a checkpoint.
 
-torch answers both with the same exception and the same advice, to read the file with ``weights_only=False``. That is of
-use for the first only, which a user has to decide; of the second, an older checkpoint is the remedy. So everything that
-reads pickles asks here. Nothing is run to find out: what torch says of its reason is enough.
+torch raises the same exception with the same advice, ``weights_only=False``, for a valid pickle that could run code and
+for a damaged one. The advice helps only for the first, and the user must decide about it; for the second, the remedy is
+an older checkpoint. All code that reads pickles uses this module. It runs nothing: torch's message is enough.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 import pickletools
 import re
 
-# What stands before torch's reason, in its three kinds of message.
+# The three kinds of message in which torch gives its reason.
 _REASON = re.compile(
     r"WeightsUnpickler error:\s*(.+)|(Trying to load unsupported GLOBAL .+)|Weights only load failed\. (``.+)"
 )
@@ -19,24 +19,24 @@ _REFUSED = re.compile(
     r"Unsupported global: GLOBAL \S+"
     r"|Trying to load unsupported GLOBAL \S+"
     r"|``.+ must be imported to load .+"
-    # A pickle that is valid gets here by a type or a function of a name that the program has allowed. What has no dot
-    # in its name is Python's own: nothing writes elements into a number, or calls a text.
+    # A valid pickle can fail in these ways by using a type or function that the program has allowed. Names without a
+    # dot are builtins: a pickle that sets elements of a number, or calls a string, is damaged.
     r"|Trying to call reduce for unrecognized function <.*"
     r"|Can only create new object for .* but got <class .*"
     r"|Can only .*, but got <class '[^']*\.[^']*'>"
 )
 _OPERAND = re.compile(r"Unsupported operand (\d+)")
-# Those of protocols 0 and 1, which nobody chooses, are letters: what they stand in is text rather than a pickle.
+# Opcodes of protocols 0 and 1, which are rarely used, are letters: data with these opcodes is text, not a pickle.
 _VALID_OPERANDS = {
     ord(operation.code)
     for operation in pickletools.opcodes
-    if operation.proto >= 2 or operation.name in ("POP", "POP_MARK")  # a tuple that holds itself
+    if operation.proto >= 2 or operation.name in ("POP", "POP_MARK")  # used for a tuple that holds itself
 }
 _LONGEST = 600  # characters
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what is wrong with a pickle, in the words of torch or of Python, without torch's advice.
+    """Return what is wrong with a pickle, from the message of torch or Python, without torch's advice.
 
     Example:
         >>> reason_of(EOFError("Ran out of input"))
@@ -48,12 +48,12 @@ def reason_of(error: BaseException) -> str:
 
 
 def refused_in(error: BaseException) -> str | None:
-    """Return what in a valid pickle torch's default reading refuses; None if the pickle is damaged.
+    """Return what ``weights_only=True`` refuses in a valid pickle; None if the pickle is damaged.
 
-    Pickles of newer protocols, which torch does not read, are valid, and so are numbers that are too long for it.
+    Pickles of newer protocols, which torch does not read, count as valid, and so do numbers that are too long for it.
 
     Args:
-        error: What ``torch.load(..., weights_only=True)`` has raised.
+        error: The exception that ``torch.load(..., weights_only=True)`` has raised.
 
     Example:
         >>> refused_in(pickle.UnpicklingError("Unsupported operand 149")), refused_in(EOFError("Ran out of input"))
