@@ -1,7 +1,7 @@
-"""When each process of an asynchronous training captures its state, and what the commit must check.
+"""The protocol of consistent cuts: when each process of an asynchronous training captures, and what a commit checks.
 
-State machines without I/O, clock or threads (``docs/consistent_cuts.md``). What they say to each other is in
-:mod:`~ckpt_async.consistent_cut.messages`, and what they ask of the process around them in
+State machines without I/O, clock or threads (``docs/consistent_cuts.md``). Their messages to each other are in
+:mod:`~ckpt_async.consistent_cut.messages`, and their instructions to the process that runs them in
 :mod:`~ckpt_async.consistent_cut.effects`.
 """
 

@@ -1,4 +1,4 @@
-"""The coordinator's part in a snapshot: begin one at a time, commit it only if it is whole and consistent."""
+"""The coordinator's part in a snapshot: it begins one at a time, and commits it only if it is whole and consistent."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ckpt_async.consistent_cut.types import (
 def verify_cut(
     streams: Iterable[int], worker_acks: Mapping[str, WorkerAck], shard_acks: Mapping[str, ShardAck]
 ) -> VectorClock:
-    """The one vector that workers and shards agree on.
+    """Return the vector clock on which all workers and shards agree.
 
     Args:
         streams: All streams of the run.
-        worker_acks: What each worker says of its streams.
-        shard_acks: What each shard says of its copy.
+        worker_acks: The acknowledgement of each worker, with the cut of its streams.
+        shard_acks: The acknowledgement of each shard, with the updates in its copy.
 
     Raises:
         InconsistentCutError: They do not agree.
@@ -75,14 +75,14 @@ class _Snapshot:
 
 
 class SnapshotCoordinator:
-    """Begins snapshots, collects what the participants say, and decides about each: commit or abort.
+    """The state machine of the coordinator: begins snapshots, collects acknowledgements, and commits or aborts each.
 
     Args:
         streams: All streams of the run.
         shards: Names of all shards, in the order in which they hold the parameters.
         generation: Number of this start of the whole run.
-        last_snapshot_id: Highest id that was ever reserved; the names of the snapshots' directories tell.
-        options: The same for all participants.
+        last_snapshot_id: Highest ID that was ever reserved, as found in the names of the snapshots' directories.
+        options: Equal for all participants.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SnapshotCoordinator:
 
     @property
     def open_snapshot(self) -> int | None:
-        """Id of the snapshot that is being taken or committed."""
+        """ID of the snapshot that is being taken or committed; None if there is none."""
         return self._snapshot.snapshot_id if self._snapshot else None
 
     @property
@@ -135,7 +135,7 @@ class SnapshotCoordinator:
             now: Seconds of a monotonic clock.
 
         Raises:
-            SnapshotAbortedError: None can begin now; :attr:`obstacle` tells beforehand.
+            SnapshotAbortedError: None can begin now; check :attr:`obstacle` first.
         """
         if (obstacle := self.obstacle) is not None:
             raise SnapshotAbortedError(f"no snapshot can begin: {obstacle}")
@@ -145,10 +145,10 @@ class SnapshotCoordinator:
         return [ReserveSnapshot(self._last_id), *self._to_all(Begin(self._tag(self._last_id)))]
 
     def on_message(self, message: Message) -> list[Effect]:
-        """A participant said something.
+        """Process a message of a participant.
 
         Raises:
-            StaleGenerationError: It was sent in another life of the run, or by an earlier life of a worker.
+            StaleGenerationError: It was sent in another generation, or by an earlier incarnation of a worker.
         """
         self._check_generation(message.tag)
         match message:
@@ -166,7 +166,7 @@ class SnapshotCoordinator:
                 raise TypeError(f"a {type(message).__name__} is not for the coordinator")
 
     def tick(self, now: float) -> list[Effect]:
-        """Let time pass: abort a snapshot that takes too long.
+        """Check time limits: abort a snapshot that takes too long.
 
         Args:
             now: Seconds of a monotonic clock.
@@ -181,11 +181,11 @@ class SnapshotCoordinator:
         return self.abort(f"nothing was heard from {missing} within {seconds} s ({remedy})")
 
     def member_lost(self, name: str, incarnation: int | None = None) -> list[Effect]:
-        """A participant is dead, or taken for dead.
+        """Process the loss of a participant, which is dead or taken for dead.
 
         Args:
-            name: Its name.
-            incarnation: Which life of the worker was lost; nothing happens if a later one is here. Any, unless given.
+            name: Name of the participant.
+            incarnation: Which incarnation of the worker was lost; ignored if a later one has joined. None: any.
         """
         known = self._workers.get(name)
         if known is not None and incarnation is not None and incarnation < known.incarnation:
@@ -200,14 +200,14 @@ class SnapshotCoordinator:
         return effects
 
     def abort(self, reason: str) -> list[Effect]:
-        """Give up the snapshot that is being taken, if there is one. One that is being committed is not."""
+        """Give up the snapshot that is being taken, if there is one, unless it is already being committed."""
         return self._abort(SnapshotAbortedError(f"snapshot {self.open_snapshot} was aborted: {reason}"))
 
     def committed(self, snapshot_id: int) -> list[Effect]:
-        """The manifest that :class:`CommitCut` asked for is durable.
+        """Process the commit: the manifest that :class:`CommitCut` asked for is durable.
 
         Args:
-            snapshot_id: The snapshot it is of.
+            snapshot_id: The snapshot that it belongs to.
         """
         snapshot = self._committing(snapshot_id)
         self.last_committed = self._cut(snapshot)
@@ -215,11 +215,11 @@ class SnapshotCoordinator:
         return self._to_all(Committed(self._tag(snapshot_id)))
 
     def commit_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
-        """The manifest could not be written. If it is there in spite of that, it is valid.
+        """Abort the snapshot whose manifest could not be written; if the manifest exists in spite of that, it is valid.
 
         Args:
-            snapshot_id: The snapshot it is of.
-            reason: Why.
+            snapshot_id: The snapshot that the manifest belongs to.
+            reason: Why it could not be written.
         """
         self._committing(snapshot_id).committing = False
         return self.abort(f"the manifest could not be written: {reason}")
@@ -263,13 +263,13 @@ class SnapshotCoordinator:
         if known is not None and hello.incarnation < known.incarnation:
             raise StaleGenerationError(f"worker {hello.sender} was replaced by its life {known.incarnation}")
         if known == _Worker(hello.streams, hello.incarnation, ready=True):
-            return self._welcome(hello)  # said before; messages may arrive twice
+            return self._welcome(hello)  # a repeated hello: messages may arrive twice
         effects = self.abort(f"worker {hello.sender} has come")
         self._workers[hello.sender] = _Worker(hello.streams, hello.incarnation, hello.ready)
         return [*effects, *self._welcome(hello)]
 
     def _welcome(self, hello: Hello) -> list[Effect]:
-        """Tell a participant which snapshots are over, and never use an id again that it has seen."""
+        """Tell a participant which snapshots are over, and do not reuse an ID that it has seen."""
         self._last_id = max(self._last_id, hello.tag.snapshot_id)
         over = self._last_id if self._snapshot is None else self._snapshot.snapshot_id - 1
         return [Send(hello.sender, Welcome(self._tag(over)))]
@@ -277,7 +277,7 @@ class SnapshotCoordinator:
     def _note_ack(self, ack: WorkerAck | ShardAck) -> list[Effect]:
         snapshot = self._snapshot
         if snapshot is None or not self._is_open(ack.tag.snapshot_id):
-            return []  # of a snapshot that is over
+            return []  # the snapshot is over
         if isinstance(ack, ShardAck):
             snapshot.shard_acks[ack.sender] = ack
         elif snapshot.workers.get(ack.sender) == ack.incarnation:
@@ -294,7 +294,7 @@ class SnapshotCoordinator:
         return [CommitCut(cut, worker_reports, shard_reports)]
 
     def _is_whole(self, snapshot: _Snapshot) -> bool:
-        """Whether the state of every participant is durable."""
+        """Return whether the state of every participant is durable."""
         return len(snapshot.worker_acks) == len(snapshot.workers) and len(snapshot.shard_acks) == len(self._shards)
 
     def _cut(self, snapshot: _Snapshot) -> ConsistentCut:

@@ -1,7 +1,7 @@
-"""What a state machine asks of the process around it.
+"""Effects: the instructions of a state machine to the process that runs it.
 
-State machines do no I/O, have no clock and start no threads. Each call returns a list of effects, to be performed in
-their order.
+State machines do no I/O, have no clock and start no threads. Each call returns a list of effects, which the process has
+to perform in their order.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PersistWorker:
-    """Write a worker's state, then call ``worker.persisted(snapshot_id, report)``; in the background if you like.
+    """Write a worker's state, maybe in the background, and then call ``worker.persisted(snapshot_id, report)``.
 
     Attributes:
-        snapshot_id: The snapshot it belongs to.
-        cut: The worker's streams and how many updates of each are in.
-        state: What ``capture`` returned at the cut.
-        pulled: With ``record_order``: for each update since the start, the version of each shard it was computed from.
+        snapshot_id: The snapshot that the state belongs to.
+        cut: The worker's streams, and how many updates of each are in the cut.
+        state: The result of ``capture`` at the cut.
+        pulled: With ``record_order``: for each update since the start, the versions of the shards it was computed from.
     """
 
     snapshot_id: int
@@ -62,16 +62,16 @@ class PersistWorker:
 
 @dataclass(frozen=True, slots=True)
 class PersistShard:
-    """Write a shard's state, then call ``shard.persisted(snapshot_id, report)``; in the background if you like.
+    """Write a shard's state, maybe in the background, and then call ``shard.persisted(snapshot_id, report)``.
 
     Attributes:
-        snapshot_id: The snapshot it belongs to.
-        cut: All streams and how many updates of each are in.
-        copy: What ``state.copy()`` returned, with later pieces of the cut applied to it.
-        recorded: With ``channel_state="record"``: pieces to be applied to the copy, in this order, after loading.
-        order: With ``record_order``: updates in the order in which they went into the copy since the start.
-        folded: Number of pieces that were under way and were applied to the copy or recorded.
-        held: Number of pieces that were held back by alignment.
+        snapshot_id: The snapshot that the state belongs to.
+        cut: All streams, and how many updates of each are in the cut.
+        copy: The result of ``state.copy()``, with the pieces of the cut that arrived later applied to it.
+        recorded: With ``channel_state="record"``: pieces to apply to the copy, in this order, after loading.
+        order: With ``record_order``: all updates in the copy since the start, in the order in which they were applied.
+        folded: Number of pieces that arrived after the copy and were applied to it or recorded.
+        held: Number of pieces that alignment held back.
     """
 
     snapshot_id: int
@@ -85,7 +85,7 @@ class PersistShard:
 
 @dataclass(frozen=True, slots=True)
 class DiscardCopy:
-    """The snapshot was given up: its copy is not needed any more and its memory can be used again."""
+    """Release the copy of a snapshot that was given up; its memory can be reused."""
 
     snapshot_id: int
     copy: Any
@@ -93,9 +93,9 @@ class DiscardCopy:
 
 @dataclass(frozen=True, slots=True)
 class ReserveSnapshot:
-    """Make the id durable (create the snapshot's directory) before the effects that follow.
+    """Make the ID durable (create the snapshot's directory) before the effects that follow.
 
-    A coordinator that is restarted must be given an id at least as high.
+    A restarted coordinator must be given an ID at least as high.
     """
 
     snapshot_id: int
@@ -103,10 +103,10 @@ class ReserveSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CommitCut:
-    """Everything is durable and consistent: write the manifest, then call ``coordinator.committed(snapshot_id)``.
+    """Write the manifest, then call ``coordinator.committed(snapshot_id)``: all states are durable and consistent.
 
     Attributes:
-        cut: What the manifest says.
+        cut: The cut to write into the manifest.
         worker_reports: Report of each worker, by name.
         shard_reports: Report of each shard, by name.
     """
@@ -118,7 +118,7 @@ class CommitCut:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotAborted:
-    """The snapshot was given up; log or raise the error. Files written for it can be deleted."""
+    """Log or raise the error: the snapshot was given up. Files written for it can be deleted."""
 
     snapshot_id: int
     error: SnapshotAbortedError | InconsistentCutError
@@ -126,7 +126,7 @@ class SnapshotAborted:
 
 @dataclass(frozen=True, slots=True)
 class RollbackNeeded:
-    """A participant is lost and cannot be replaced while the others continue: restart all from the last checkpoint."""
+    """Restart all from the last checkpoint: a participant is lost, and cannot be replaced while the others continue."""
 
     reason: str
 

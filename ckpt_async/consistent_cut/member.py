@@ -1,4 +1,4 @@
-"""What workers and shards do alike in a snapshot: they stamp what they send, and say when their bytes are durable."""
+"""The common base of workers and shards: the tag of their messages, and the report that their bytes are durable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt_async.consistent_cut.types import CutOptions, MessageTag
 
 
 class CutMember:
-    """A worker or a shard, by its name; arguments as for :class:`CutWorker` and :class:`CutShard`."""
+    """The part of a worker or a shard in snapshots; arguments as for :class:`CutWorker` and :class:`CutShard`."""
 
     def __init__(self, name: str, generation: int, snapshot_id: int, options: CutOptions | None) -> None:
         self.name = name
@@ -21,21 +21,21 @@ class CutMember:
 
     @property
     def tag(self) -> MessageTag:
-        """What its messages carry; a worker's pull requests too."""
+        """The tag that its messages carry, and also a worker's pull requests."""
         return MessageTag(self._generation, self._snapshot_id)
 
     def persisted(self, snapshot_id: int, report: str = "") -> list[Effect]:
-        """The bytes of :class:`PersistWorker` or :class:`PersistShard` are durable.
+        """Acknowledge that the bytes of :class:`PersistWorker` or :class:`PersistShard` are durable.
 
         Args:
-            snapshot_id: Its ``snapshot_id``.
+            snapshot_id: The ``snapshot_id`` of that effect.
             report: Passed on to the commit.
         """
         ack = self._acks.pop(snapshot_id, None)
         return [] if ack is None else [Send(COORDINATOR, dataclasses.replace(ack, report=report))]
 
     def persist_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
-        """They could not be written."""
+        """Report that the bytes of a snapshot could not be written."""
         self._acks.pop(snapshot_id, None)
         return [Send(COORDINATOR, PersistFailed(MessageTag(self._generation, snapshot_id), self.name, reason))]
 

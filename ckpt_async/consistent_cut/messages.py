@@ -1,6 +1,6 @@
-"""What processes say to each other. Any transport will do: messages may be reordered, duplicated, delayed and lost.
+"""The messages between workers, shards and coordinator, which may be reordered, duplicated, delayed and lost.
 
-A push that is sent again must be sent with the header it had the first time. Nothing else is asked of a transport.
+A push that is sent again must have the same header as the first time. Nothing else is required of a transport.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
 
 @dataclass(frozen=True, slots=True)
 class PushHeader:
-    """Goes with each piece of an update from a worker to a shard.
+    """The header of each piece of an update that a worker sends to a shard.
 
     Attributes:
         tag: The worker's tag when the update was issued.
-        update: Which update this is a piece of.
+        update: The update that this is a piece of.
         piece: Counts the pieces of this stream sent to this shard; equal to ``update.seq`` unless pushes are sparse.
-        incarnation: Life of the worker.
+        incarnation: Incarnation of the worker.
     """
 
     tag: MessageTag
@@ -32,11 +32,11 @@ class PushHeader:
 
 @dataclass(frozen=True, slots=True)
 class PullHeader:
-    """Goes with each reply to a pull.
+    """The header of each reply to a pull.
 
     Attributes:
         tag: The shard's tag when the parameters were read.
-        version: Number of updates the shard had applied since it was started.
+        version: Number of updates that the shard had applied since it was started.
         applied: The last update of each stream that the parameters contain.
         pieces: Number of pieces of each stream that the parameters contain.
     """
@@ -49,7 +49,7 @@ class PullHeader:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A participant to the coordinator: when it starts, when the coordinator was restarted, when it has caught up."""
+    """From a participant to the coordinator: it has started, has seen the coordinator restart, or has caught up."""
 
     tag: MessageTag
     sender: str
@@ -61,27 +61,27 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The coordinator's answer: snapshots up to ``tag.snapshot_id`` are over."""
+    """The coordinator's answer to :class:`Hello`: snapshots up to ``tag.snapshot_id`` are over."""
 
     tag: MessageTag
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The coordinator to everybody: snapshot ``tag.snapshot_id`` begins."""
+    """From the coordinator to all: snapshot ``tag.snapshot_id`` begins."""
 
     tag: MessageTag
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A worker to one shard: where its streams are cut by snapshot ``tag.snapshot_id``.
+    """From a worker to one shard: where snapshot ``tag.snapshot_id`` cuts the worker's streams.
 
     Attributes:
         sender: Name of the worker.
         cut: Last update of each of the worker's streams that belongs to the snapshot.
-        pieces: How many pieces of each of them were sent to *this* shard up to there.
-        incarnation: Life of the worker.
+        pieces: How many pieces of each of these streams were sent to *this* shard up to the cut.
+        incarnation: Incarnation of the worker.
     """
 
     tag: MessageTag
@@ -93,11 +93,11 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAck:
-    """A worker to the coordinator: its state at the cut is durable.
+    """From a worker to the coordinator: the worker's state at the cut is durable.
 
     Attributes:
         pieces: For each shard, how many pieces of the worker's streams were sent to it up to the cut.
-        report: Whatever the commit needs to know about the bytes written (a digest, a JSON text); not looked into.
+        report: What the commit needs to know about the written bytes (a digest, a JSON text); passed on unread.
     """
 
     tag: MessageTag
@@ -110,7 +110,7 @@ class WorkerAck:
 
 @dataclass(frozen=True, slots=True)
 class ShardAck:
-    """A shard to the coordinator: its state at the cut is durable."""
+    """From a shard to the coordinator: the shard's state at the cut is durable."""
 
     tag: MessageTag
     sender: str
@@ -121,7 +121,7 @@ class ShardAck:
 
 @dataclass(frozen=True, slots=True)
 class PersistFailed:
-    """A participant to the coordinator: its state could not be written."""
+    """From a participant to the coordinator: the participant's state could not be written."""
 
     tag: MessageTag
     sender: str
@@ -130,7 +130,7 @@ class PersistFailed:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The coordinator to everybody: snapshots up to ``tag.snapshot_id`` are over and will never be committed."""
+    """From the coordinator to all: snapshots up to ``tag.snapshot_id`` are over, and this one is never committed."""
 
     tag: MessageTag
     reason: str
@@ -138,14 +138,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The coordinator to everybody: snapshot ``tag.snapshot_id`` is a checkpoint now."""
+    """From the coordinator to all: snapshot ``tag.snapshot_id`` is a checkpoint now."""
 
     tag: MessageTag
 
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """A worker that rejoins to a shard: from now on refuse what earlier lives of these streams' worker sent."""
+    """From a rejoining worker to a shard: refuse, from now on, messages of earlier incarnations about these streams."""
 
     tag: MessageTag
     sender: str
@@ -155,7 +155,7 @@ class Takeover:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A shard's answer to :class:`Takeover`: what it has received of each of the streams."""
+    """A shard's answer to :class:`Takeover`: how much of each stream it has received."""
 
     tag: MessageTag
     sender: str
@@ -183,13 +183,13 @@ KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)
 
 
 def encode_message(message: Message) -> dict[str, Any]:
-    """The message as plain JSON data, for transports that have no encoding of their own."""
+    """Return the message as plain JSON data, for transports that have no encoding of their own."""
     values = {entry.name: _encode(getattr(message, entry.name)) for entry in dataclasses.fields(message)}
     return {"kind": type(message).__name__, **values}
 
 
 def decode_message(data: Mapping[str, Any]) -> Message:
-    """The way back from :func:`encode_message`.
+    """Decode the data of :func:`encode_message`.
 
     Raises:
         ValueError: The data is not that of a message.

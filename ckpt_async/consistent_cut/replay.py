@@ -1,4 +1,4 @@
-"""In which order to repeat a recorded run, so that it gives the same bits again."""
+"""The schedule for the bit-exact replay of a run that was recorded with ``record_order``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_async.consistent_cut.types import InconsistentCutError, UpdateId
 
 @dataclass(frozen=True, slots=True)
 class ReadShard:
-    """Keep the shard's parameters as they are now: the update is computed from them."""
+    """Keep a copy of the shard's current parameters, from which the update is computed."""
 
     shard: str
     update: UpdateId
@@ -36,17 +36,17 @@ class ApplyPiece:
 def replay_schedule(
     orders: Mapping[str, Sequence[UpdateId]], pulled: Mapping[UpdateId, Mapping[str, int]]
 ) -> Iterator[ReadShard | ComputeUpdate | ApplyPiece]:
-    """Steps that repeat a run up to a cut, from what ``record_order`` kept of it.
+    """Yield the steps that repeat a run up to a cut, from the records of ``record_order``.
 
     Args:
         orders: ``PersistShard.order`` of each shard.
         pulled: ``PersistWorker.pulled`` of all workers together.
 
     Yields:
-        What to do next. The updates of a stream are computed in their order, so its random generators are repeated too.
+        The next step. The updates of a stream are computed in order, so its random generators are repeated, too.
 
     Raises:
-        InconsistentCutError: The record is not that of a run: something was computed from what is not in the cut.
+        InconsistentCutError: The record is not that of a run: an update was computed from one that is not in the cut.
     """
     readers: dict[tuple[str, int], list[UpdateId]] = {}
     for update, versions in pulled.items():
@@ -60,7 +60,7 @@ def replay_schedule(
     while progress:
         progress = False
         for shard, order in orders.items():
-            # Version 0 is reached by doing nothing.
+            # Position -1 advances to version 0, the initial parameters, without applying a piece.
             while position[shard] < 0 or (position[shard] < len(order) and order[position[shard]] in computed):
                 if position[shard] >= 0:
                     yield ApplyPiece(shard, order[position[shard]])

@@ -1,4 +1,4 @@
-"""A shard's part in a snapshot: copy before anything from after the cut, take in everything from before it."""
+"""A shard's part in a snapshot: it copies its state before updates from after the cut, and adds all from before it."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ Piece = tuple[PushHeader, Any]
 
 
 class ShardState(Protocol):
-    """What a shard holds: parameters, optimizer, and whatever else an update or a pull changes."""
+    """The state of a shard: parameters, optimizer, and all else that an update or a pull changes."""
 
     def apply(self, update: UpdateId, payload: Any) -> None:
         """Apply one piece of an update. An exception leaves the shard unusable."""
 
     def copy(self) -> ShardState:
-        """An independent copy as of now. Memory that is kept, or a copy on write, makes this short."""
+        """Return an independent copy of the current state; reused memory, or copy-on-write, makes this short."""
 
 
 @dataclass
 class _Snapshot:
-    """A snapshot that is open at a shard."""
+    """A snapshot that is under way at a shard."""
 
     snapshot_id: int
     opened_at: float
     cut: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     copy: ShardState | None = None
-    # Pieces of each stream in the copy, or recorded with it.
+    # Number of pieces, and last update, of each stream in the copy or recorded with it.
     pieces: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     recorded: list[Piece] = field(default_factory=list)
@@ -56,15 +56,15 @@ class _Snapshot:
 
 
 class CutShard(CutMember):
-    """Applies updates, each once and in the order of its stream, and takes part in snapshots.
+    """The state machine of a shard: applies updates, each once and in stream order, and takes part in snapshots.
 
     Args:
-        name: This shard's name, by which others address it.
-        state: What it holds.
+        name: This shard's name, to which participants send messages.
+        state: The state of the shard.
         positions: All streams of the run, and how many updates of each ``state`` contains.
         generation: Number of this start of the whole run.
         snapshot_id: Newest snapshot of earlier generations.
-        options: The same for all participants.
+        options: Equal for all participants.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CutShard(CutMember):
         super().__init__(name, generation, snapshot_id, options)
         self.state = state
         self.version = 0
-        # Pieces and last update of each stream that were taken in order; those that are held back are not applied yet.
+        # Pieces and last update of each stream that were accepted in order; pieces held back are not applied yet.
         self._taken = dict(positions)
         self._last_taken = dict(positions)
         self._applied = dict(positions)
@@ -93,7 +93,7 @@ class CutShard(CutMember):
 
     @property
     def open_snapshot(self) -> int | None:
-        """Id of the snapshot that is being taken."""
+        """ID of the snapshot that is being taken; None if there is none."""
         return self._snapshot.snapshot_id if self._snapshot else None
 
     @property
@@ -102,19 +102,19 @@ class CutShard(CutMember):
         return len(self._held)
 
     def hello(self) -> list[Effect]:
-        """Introduce the shard to the coordinator: at the start, and when the coordinator was restarted."""
+        """Introduce the shard to the coordinator: at the start, and after a restart of the coordinator."""
         return [Send(COORDINATOR, Hello(self.tag, self.name, "shard"))]
 
     def on_push(self, header: PushHeader, payload: Any, now: float) -> list[Effect]:
-        """A piece of an update has arrived. Pieces may arrive in any order and more than once.
+        """Process a piece of an update. Pieces may arrive in any order and more than once.
 
         Args:
-            header: Came with it.
-            payload: Handed to ``state.apply``, now or later; it must stay as it is until then.
+            header: The header of the piece.
+            payload: Passed to ``state.apply``, now or later; it must not change until then.
             now: Seconds of a monotonic clock.
 
         Raises:
-            StaleGenerationError: It was sent in another life of the run, or by an earlier life of the worker.
+            StaleGenerationError: It was sent in another generation, or by an earlier incarnation of the worker.
         """
         stream = header.update.stream
         effects = self._admit(header.tag, (stream,), header.incarnation, now)
@@ -128,31 +128,31 @@ class CutShard(CutMember):
         return [*effects, *self._complete()]
 
     def on_pull(self, tag: MessageTag, now: float) -> tuple[PullHeader, list[Effect]]:
-        """Somebody asks for the parameters.
+        """Process a request for the parameters.
 
         Args:
-            tag: The tag of whoever asks.
+            tag: The tag of the worker that asks.
             now: Seconds of a monotonic clock.
 
         Returns:
             The header for the reply, which must be sent with the parameters as they are at this moment.
 
         Raises:
-            StaleGenerationError: It was asked in another life of the run.
+            StaleGenerationError: The request was sent in another generation.
         """
         effects = self._observe(tag, now)
         header = PullHeader(self.tag, self.version, VectorClock(self._last_applied), VectorClock(self._applied))
         return header, effects
 
     def on_message(self, message: Message, now: float) -> list[Effect]:
-        """Something else has arrived, from the coordinator or a worker.
+        """Process a message of the coordinator or a worker that is neither a push nor a pull.
 
         Args:
-            message: What has arrived.
+            message: The message.
             now: Seconds of a monotonic clock.
 
         Raises:
-            StaleGenerationError: It was sent in another life of the run, or by an earlier life of a worker.
+            StaleGenerationError: It was sent in another generation, or by an earlier incarnation of a worker.
         """
         match message:
             case Begin():
@@ -174,7 +174,7 @@ class CutShard(CutMember):
                 raise TypeError(f"a {type(message).__name__} is not for a shard")
 
     def tick(self, now: float) -> list[Effect]:
-        """Let time pass: an aligned snapshot that waits too long becomes an unaligned one.
+        """Check time limits: an aligned snapshot that waits too long becomes an unaligned one.
 
         Args:
             now: Seconds of a monotonic clock.
@@ -189,13 +189,13 @@ class CutShard(CutMember):
         return self._complete()
 
     def _admit(self, tag: MessageTag, streams: Iterable[int], incarnation: int, now: float) -> list[Effect]:
-        """Refuse a worker's message from an earlier life; take note of the snapshot it shows."""
+        """Refuse a message of an earlier generation or incarnation; then open the snapshot of its tag, if it is new."""
         self._check_generation(tag)
         self._check_incarnation(streams, incarnation)
         return self._observe(tag, now)
 
     def _check_incarnation(self, streams: Iterable[int], incarnation: int) -> None:
-        """Refuse earlier lives of a worker; of a later one, expect nothing more from those before it."""
+        """Refuse messages of earlier incarnations of a worker; at a new one, drop pieces that arrived too early."""
         for stream in streams:
             if incarnation < self._incarnations[stream]:
                 raise StaleGenerationError(
@@ -222,7 +222,7 @@ class CutShard(CutMember):
             self._copy_state(self._snapshot)
 
     def _give_up(self, snapshot_id: int) -> list[Effect]:
-        """Snapshots up to this one are over; their late messages will not open them again."""
+        """End the snapshots up to this one, so that their late messages do not open them again."""
         self._snapshot_id = max(self._snapshot_id, snapshot_id)
         snapshot = self._snapshot
         if snapshot is None or snapshot.snapshot_id > snapshot_id:
@@ -263,7 +263,7 @@ class CutShard(CutMember):
         snapshot.order = self._order.copy()
 
     def _add_to_copy(self, snapshot: _Snapshot, piece: Piece) -> None:
-        """A piece that was under way at the cut belongs to the snapshot."""
+        """Add a piece to the snapshot that was under way at the cut."""
         header, _ = piece
         self._fold(snapshot, piece)
         snapshot.pieces[header.update.stream] += 1
@@ -280,7 +280,7 @@ class CutShard(CutMember):
             snapshot.copy.apply(piece[0].update, piece[1])
 
     def _release(self) -> None:
-        """Apply what alignment held back."""
+        """Apply the pieces that alignment held back."""
         held, self._held = self._held, []
         for piece in held:
             self._apply(piece)
@@ -288,12 +288,12 @@ class CutShard(CutMember):
     def _note_marker(self, marker: Marker) -> None:
         snapshot = self._snapshot
         if snapshot is None or marker.tag.snapshot_id != snapshot.snapshot_id:
-            return  # of a snapshot that is over
+            return  # the snapshot is over
         snapshot.cut.update(marker.cut)
         snapshot.sent.update(marker.pieces)
 
     def _complete(self) -> list[Effect]:
-        """Hand the copy over when everything that belongs to the cut is in it."""
+        """Return the copy for writing once all pieces that belong to the cut are in it."""
         snapshot = self._snapshot
         if snapshot is None or not self._is_complete(snapshot):
             return []
@@ -301,7 +301,7 @@ class CutShard(CutMember):
             self._copy_state(snapshot)
         self._snapshot = None
         self._release()
-        # What is in the copy, not what should be: the commit compares.
+        # The updates that are in the copy, not those that should be: the commit compares the two.
         cut = VectorClock({stream: max(seq, snapshot.last[stream]) for stream, seq in snapshot.cut.items()})
         tag = MessageTag(self._generation, snapshot.snapshot_id)
         self._acks = {snapshot.snapshot_id: ShardAck(tag, self.name, cut, VectorClock(snapshot.pieces))}
@@ -318,7 +318,7 @@ class CutShard(CutMember):
         ]
 
     def _is_complete(self, snapshot: _Snapshot) -> bool:
-        """Whether all streams are cut and all pieces up to the cut are in."""
+        """Return whether all streams are cut and all pieces up to the cut have arrived."""
         if len(snapshot.cut) < len(self._applied):
             return False
         return snapshot.sent == (self._applied if snapshot.copy is None else snapshot.pieces)

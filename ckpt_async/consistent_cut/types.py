@@ -1,7 +1,8 @@
-"""Words of asynchronous training: streams, updates, vector clocks, cuts; a user's choices; what can go wrong.
+"""Types of consistent cuts: updates, tags, vector clocks and cuts; the options of snapshots; and errors.
 
 The data is divided into a fixed number of *streams*, each a sequence of batches numbered 1, 2, 3, ... A worker owns
-some streams; an *update* is what it computes from one batch. A *cut* says for each stream how many updates are in.
+some streams; an *update* is what it computes from one batch. A *cut* is the number of updates of each stream that are
+in a checkpoint. A *generation* is one start of the whole run, an *incarnation* one start of a worker within it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from ckpt_core.errors import CheckpointError
 
 
 class InconsistentCutError(CheckpointError):
-    """The saved states do not belong to one cut, or a rule that makes them belong together was not kept."""
+    """The saved states do not belong to one cut, or a rule of the protocol that ensures this was violated."""
 
 
 class SnapshotAbortedError(CheckpointError):
-    """A snapshot was given up, or cannot begin. Training is not disturbed and the previous checkpoint stays valid."""
+    """A snapshot was given up, or cannot begin. Training continues, and the previous checkpoint stays valid."""
 
 
 class StaleGenerationError(CheckpointError):
-    """A message crossed the border between two lives of the run, or of one worker; it must not be processed.
+    """A message is from another generation, or another incarnation of a worker, and must not be processed.
 
     Attributes:
-        receiver_is_stale: True if the *receiver* belongs to the earlier life and has to stop; False if the sender does.
+        receiver_is_stale: Whether the *receiver* is the older one and has to stop; otherwise the sender is.
     """
 
     def __init__(self, message: str, *, receiver_is_stale: bool = False) -> None:
@@ -41,21 +42,21 @@ class CutOptions:
 
     Args:
         alignment: ``"unaligned"`` copies a shard's state at the first sign of a snapshot and adds the updates that were
-            under way as they arrive: nobody waits. ``"aligned"`` copies when all of them have arrived and holds back
-            later updates until then, for at most ``aligned_timeout``.
-        aligned_timeout: Seconds after which an aligned snapshot becomes an unaligned one. It cannot be switched off:
-            without it, one frozen worker stops all the others.
+            under way as they arrive: no process waits. ``"aligned"`` copies when all of these have arrived, and holds
+            back later updates until then, for at most ``aligned_timeout``.
+        aligned_timeout: Seconds after which an aligned snapshot becomes an unaligned one. It cannot be switched off,
+            because without it, one frozen worker would stop all the others.
         snapshot_timeout: Seconds after which a snapshot that is not complete is aborted.
         channel_state: What an unaligned snapshot does with updates that were under way: ``"fold"`` applies them to
-            the copy, ``"record"`` saves them with it, to be applied after loading. Use ``"record"`` where an update
+            the copy, ``"record"`` saves them with it, to be applied after loading. Use ``"record"`` if an update
             cannot be applied to a copy.
         max_inflight_updates: How many updates of a stream may be under way at a time; None for no limit. A worker
             that rejoins a sparse training without a limit may have to repeat all batches.
         on_worker_failure: ``"rollback"`` restarts everything from the last checkpoint. ``"rejoin"`` starts only the
             lost worker again; each batch is still applied once on each shard, but the pieces of the updates that were
             under way may come from two different gradients.
-        record_order: Keep the order of all updates and what each was computed from, so that the run can be replayed
-            bit for bit. Memory and checkpoints grow with each update.
+        record_order: Record the order of all updates, and the parameter versions from which each was computed, so that
+            the run can be replayed bit for bit. Memory and checkpoints grow with each update.
     """
 
     alignment: Literal["unaligned", "aligned"] = "unaligned"
@@ -90,10 +91,10 @@ class UpdateId(NamedTuple):
 
 
 class MessageTag(NamedTuple):
-    """What every message carries.
+    """The tag that every message carries.
 
     Attributes:
-        generation: Counts the starts of the whole run; a message from another one is refused.
+        generation: Counts the starts of the whole run; a message from another generation is refused.
         snapshot_id: The newest snapshot that the sender takes part in; the *colour* of the message.
     """
 
@@ -101,7 +102,7 @@ class MessageTag(NamedTuple):
     snapshot_id: int
 
     def check_generation(self, other: MessageTag) -> None:
-        """Refuse what was sent in another generation than this one, the receiver's.
+        """Refuse a message, with the tag ``other``, of a generation other than this one, the receiver's.
 
         Raises:
             StaleGenerationError: The generations differ.
@@ -152,22 +153,22 @@ class VectorClock(Mapping[int, int]):
         return f"VectorClock({self._counts})"
 
     def includes(self, update: UpdateId) -> bool:
-        """Whether the update is one of those counted."""
+        """Return whether the update is one of those counted."""
         return 1 <= update.seq <= self._counts.get(update.stream, 0)
 
     def updates(self) -> Iterator[UpdateId]:
-        """All updates counted."""
+        """Return all updates counted."""
         return (UpdateId(stream, seq) for stream, count in self.items() for seq in range(1, count + 1))
 
     def restricted_to(self, streams: Iterable[int]) -> VectorClock:
-        """The counts of some of the streams."""
+        """Return the counts of some of the streams."""
         return VectorClock({stream: self._counts[stream] for stream in streams})
 
     def joined_with(self, *others: Mapping[int, int]) -> VectorClock:
-        """The counts of all.
+        """Return the union of this clock and others.
 
         Raises:
-            InconsistentCutError: A stream is in several with different counts.
+            InconsistentCutError: A stream has different counts in two of them.
         """
         counts = dict(self._counts)
         for stream, count in itertools.chain.from_iterable(other.items() for other in others):
@@ -178,27 +179,27 @@ class VectorClock(Mapping[int, int]):
         return VectorClock(counts)
 
     def differences(self, other: Mapping[int, int]) -> dict[int, tuple[int | None, int | None]]:
-        """Both counts of each stream in which the clocks differ; None where one lacks the stream."""
+        """Return both counts of each stream in which the clocks differ; None if one lacks the stream."""
         streams = sorted({*self, *other})
         both = {stream: (self.get(stream), other.get(stream)) for stream in streams}
         return {stream: counts for stream, counts in both.items() if counts[0] != counts[1]}
 
     def in_words(self) -> str:
-        """Where each stream resumes after this cut is loaded, for logs."""
+        """Return a text for logs: at which batch each stream resumes after this cut is loaded."""
         return ", ".join(f"stream {stream} resumes at batch {count + 1}" for stream, count in self.items())
 
     def to_pairs(self) -> list[list[int]]:
-        """The clock as JSON has it; ``VectorClock(pairs)`` is the way back."""
+        """Return the clock as plain JSON data, from which ``VectorClock(pairs)`` rebuilds it."""
         return [[stream, count] for stream, count in self.items()]
 
 
 @dataclass(frozen=True)
 class ConsistentCut:
-    """What a checkpoint of asynchronous training says about itself in the manifest.
+    """The cut at which a checkpoint of asynchronous training was taken, as recorded in its manifest.
 
     Args:
         snapshot_id: Number of the snapshot; grows from one to the next.
-        generation: Life of the run in which it was taken.
+        generation: Generation of the run in which it was taken.
         vector: How many updates of each stream are in the saved state of *every* shard.
         workers: Names of the workers whose state was saved; from a coordinator, in the order in which they said hello.
         shards: Names of the shards whose state was saved, in the order in which they hold the parameters.
@@ -211,7 +212,7 @@ class ConsistentCut:
     shards: tuple[str, ...]
 
     def to_metadata(self) -> dict[str, Any]:
-        """The cut as plain JSON data."""
+        """Return the cut as plain JSON data."""
         return {
             "snapshot_id": self.snapshot_id,
             "generation": self.generation,
@@ -222,7 +223,7 @@ class ConsistentCut:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ConsistentCut:
-        """The way back from :meth:`to_metadata`.
+        """Rebuild a cut from the data of :meth:`to_metadata`.
 
         Raises:
             InconsistentCutError: The data is not that of a cut.
@@ -240,7 +241,7 @@ class ConsistentCut:
 
 
 def deal_streams(streams: Iterable[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Give every stream to one worker, as evenly as possible: how a run resumes with another number of workers.
+    """Assign every stream to one worker, as evenly as possible; also when a run resumes with another number of workers.
 
     Examples:
         >>> deal_streams(range(5), ["w0", "w1"])
@@ -251,9 +252,9 @@ def deal_streams(streams: Iterable[int], workers: Sequence[str]) -> dict[str, tu
 
 
 def next_update(positions: Mapping[int, int], batches: int | None) -> UpdateId | None:
-    """Return the batch after these, None when all streams have used ``batches`` of them.
+    """Return the update after ``positions``; None when all streams have used ``batches`` of them.
 
-    It is of the stream that is least advanced, so that all of them keep step.
+    It is of the least advanced stream, so that all streams advance evenly.
     """
     stream = min(positions, key=lambda stream: (positions[stream], stream), default=None)
     if stream is None or (batches is not None and positions[stream] >= batches):

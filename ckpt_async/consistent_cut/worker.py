@@ -1,4 +1,4 @@
-"""A worker's part in a snapshot: cut between two updates, before using anything that was seen after the cut."""
+"""A worker's part in a snapshot: it is cut between two updates, before it uses parameters from after the cut."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ckpt_async.consistent_cut.types import CutOptions, InconsistentCutError, Up
 
 
 class CutWorker(CutMember):
-    """Numbers and stamps a worker's updates, and records its state where a snapshot cuts them.
+    """The state machine of a worker: numbers and tags its updates, and captures its state at the cut of a snapshot.
 
     Args:
-        name: This worker's name, by which others address it.
-        positions: The worker's streams, and how many updates of each are in the checkpoint it starts from.
+        name: This worker's name, to which participants send messages.
+        positions: The worker's streams, and how many updates of each are in the checkpoint that it starts from.
         shards: Names of all shards.
         capture: Returns an independent copy of what the worker needs to resume from here: random generators, the cursor
             of *consumed* batches, residuals, scaler. Called between two updates.
         generation: Number of this start of the whole run.
         snapshot_id: Newest snapshot of earlier generations.
-        incarnation: Number of this start of the worker within the generation; grows with each.
-        options: The same for all participants.
+        incarnation: Number of this start of the worker within the generation; grows with each start.
+        options: Equal for all participants.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CutWorker(CutMember):
         self._inflight: dict[int, deque[tuple[int, dict[str, int]]]] = {stream: deque() for stream in positions}
         self._versions: dict[str, int] = {}
         self._pulled: dict[UpdateId, dict[str, int]] = {}
-        # While a lost worker's streams are taken over: what each shard has of them already.
+        # While this worker takes over a lost worker's streams: how much of them each shard has.
         self._positions: dict[str, Position] | None = None
         self._held: dict[str, VectorClock] = {}
         self._torn_until: dict[int, int] = {}
@@ -80,10 +80,10 @@ class CutWorker(CutMember):
         generation: int = 0,
         options: CutOptions | None = None,
     ) -> CutWorker:
-        """A worker that takes the place of a lost one while all others continue.
+        """Return a worker that takes the place of a lost one while all others continue.
 
-        It asks the shards what they have of the streams, repeats the updates that only some of them have, and takes
-        part in snapshots after that. :attr:`can_train` tells when it may begin.
+        It asks the shards how much of the streams they have, repeats the updates that only some of them have, and takes
+        part in snapshots after that. It may begin when :attr:`can_train` is True.
         """
         worker = cls(
             name,
@@ -100,29 +100,29 @@ class CutWorker(CutMember):
 
     @property
     def cut(self) -> VectorClock:
-        """How many updates of each of the worker's streams were issued."""
+        """The number of updates issued so far, for each of the worker's streams."""
         return VectorClock(self._issued)
 
     @property
     def can_train(self) -> bool:
-        """False as long as a worker that rejoins does not know where its streams stand."""
+        """Whether the worker knows the positions of its streams; False at first for one that rejoins."""
         return self._positions is None
 
     def next_seq(self, stream: int) -> int:
-        """Number of the batch to compute next."""
+        """Return the number of the stream's next batch."""
         return self._issued[stream] + 1
 
     def hello(self) -> list[Effect]:
-        """Introduce the worker to the coordinator: at the start, and when the coordinator was restarted."""
+        """Introduce the worker to the coordinator: at the start, and after a restart of the coordinator."""
         streams = tuple(self._issued)
         hello = Hello(self.tag, self.name, "worker", streams, self.incarnation, ready=self._ready)
         return [Send(COORDINATOR, hello)]
 
     def on_message(self, message: Message) -> list[Effect]:
-        """Take note of what the coordinator or a shard said; at any time, also in the middle of an update.
+        """Process a message of the coordinator or a shard; at any time, also in the middle of an update.
 
         Raises:
-            StaleGenerationError: The message is from another life of the run.
+            StaleGenerationError: The message is from another generation.
         """
         self._check_generation(message.tag)
         match message:
@@ -141,39 +141,39 @@ class CutWorker(CutMember):
         return []
 
     def at_boundary(self, pulled: Mapping[str, PullHeader] | None = None) -> list[Effect]:
-        """Between two updates: cut here if a snapshot asks for it.
+        """Take the cut here, between two updates, if a snapshot requires it.
 
         Args:
-            pulled: Headers, by shard, of the pull that the *next* update is computed from. Call this before using it.
+            pulled: Headers, by shard, of the pull from which the *next* update is computed. Call this before using it.
 
         Raises:
-            StaleGenerationError: The pull is from another life of the run.
+            StaleGenerationError: The pull is from another generation.
         """
         for shard, header in (pulled or {}).items():
             self._note_pull(shard, header)
         if self._observed <= self._snapshot_id:
             return self._announce_ready()
         if not self._ready:
-            # No snapshot that began before this worker has caught up can include it.
+            # A snapshot that began before this worker has caught up cannot include it.
             self._skip(self._observed)
             return self._announce_ready()
         return self._take_cut(self._observed)
 
     def may_push(self, stream: int) -> bool:
-        """Whether another update of the stream is allowed; if not, pull again."""
+        """Return whether another update of the stream is allowed; if not, pull again."""
         limit = self._options.max_inflight_updates
         waiting = self._inflight[stream]
         return self.can_train and (limit is None or not waiting or self.next_seq(stream) - waiting[0][0] < limit)
 
     def next_update(self, stream: int, shards: Iterable[str] | None = None) -> dict[str, PushHeader]:
-        """Issue the next update of the stream: a header for the piece that goes to each shard.
+        """Issue the next update of the stream: return a header for the piece that goes to each shard.
 
         Args:
             stream: One of the worker's streams.
-            shards: Names of the shards the update touches; all of them unless given.
+            shards: Names of the shards with parameters in the update; by default all shards.
 
         Returns:
-            Headers by shard. A shard that already has this update from an earlier life of the worker is left out.
+            Headers by shard, without shards that have this update already, from an earlier incarnation of the worker.
 
         Raises:
             InconsistentCutError: More than ``max_inflight_updates`` are under way.
@@ -221,7 +221,7 @@ class CutWorker(CutMember):
         return [*markers, PersistWorker(snapshot_id, self.cut, state, dict(self._pulled))]
 
     def _skip(self, snapshot_id: int) -> None:
-        """Snapshots up to this one will not be committed, so what is stamped with them does not matter."""
+        """Pass over the snapshots up to this one, which will not be committed: do not take their cuts."""
         self._snapshot_id = max(self._snapshot_id, snapshot_id)
         self._observed = max(self._observed, snapshot_id)
 
@@ -240,7 +240,7 @@ class CutWorker(CutMember):
             held = [position.applied[stream] for position in self._positions.values()]
             self._torn_until[stream] = max(held)
             limit = self._options.max_inflight_updates
-            # Update k was issued only after k - limit had reached every shard it touches.
+            # Update k was issued only after update k - limit had reached every shard that it has pieces for.
             complete = min(held) if limit is None else max(min(held), max(held) - limit)
             self._issued[stream] = complete
         self._sent = {shard: dict(position.pieces) for shard, position in self._positions.items()}

@@ -1,4 +1,4 @@
-"""Training in which each worker steps for itself: Hogwild and DiLoCo (``docs/async_training.md``)."""
+"""Training in which each worker runs its own optimizer steps: Hogwild and DiLoCo (``docs/async_training.md``)."""
 
 from ckpt_async.local_updates.diloco import DiLoCo, DiLoCoState, OuterLoop
 from ckpt_async.local_updates.step_gate import GatedWorker, GateTimeoutError, StepGate, WorkerLostError

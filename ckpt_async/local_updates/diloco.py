@@ -1,4 +1,4 @@
-"""DiLoCo: workers train alone for some steps, and an outer optimizer steps shared parameters with what they found."""
+"""DiLoCo: workers train alone for some steps; then an outer optimizer steps shared parameters with their results."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ logger = logging.getLogger(__name__)
 
 
 class OuterLoop(abc.ABC):
-    """What a checkpoint needs to know of an implementation of DiLoCo; asked at an outer boundary only."""
+    """The state of a DiLoCo implementation that a checkpoint needs; its methods are called at outer boundaries only."""
 
     @abc.abstractmethod
     def global_parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters that all workers share, by name."""
+        """Return the parameters that all workers share, by name."""
 
     @abc.abstractmethod
     def outer_state(self) -> dict[str, Any]:
-        """What else is the same for all workers: outer optimizers, counts."""
+        """Return all other state that is equal on all workers: outer optimizers, counts."""
 
     @abc.abstractmethod
     def own_parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters of this worker that are not the shared ones now; none unless fragments are synchronised apart."""
+        """Return this worker's parameters that differ from the shared ones; none unless fragments sync separately."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """This worker's buffers (statistics of BatchNorm), by name; none if the implementation does not know them."""
+        """Return this worker's buffers (statistics of BatchNorm), by name; none if the model is not known here."""
         return {}
 
     @abc.abstractmethod
     def load(self, parameters: Mapping[str, torch.Tensor], outer: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Undo the three above, and put into the model what belongs there."""
+        """Restore global parameters, outer state and own parameters, and set the model's parameters accordingly."""
 
 
 class DiLoCo(OuterLoop):
-    """A plain DiLoCo: :meth:`sync` after each window of inner steps.
+    """A plain DiLoCo: call :meth:`sync` after each window of inner steps.
 
-    The algorithm is that of Douillard et al. (2023): each worker's way from the shared parameters, averaged, is the
-    gradient of the outer optimizer. All workers must call :meth:`sync` the same number of times; a worker without data
-    calls it, too.
+    The algorithm is that of Douillard et al. (2023): the average difference between the shared parameters and the
+    workers' is the gradient of the outer optimizer. All workers must call :meth:`sync` the same number of times; also
+    a worker without data.
 
     Args:
-        model: This worker's; the same on all workers at the start.
-        outer: Steps ``model.parameters()``; the paper's is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
-        group: The workers; all processes by default.
+        model: This worker's model; equal on all workers at the start.
+        outer: Optimizer of ``model.parameters()``; the paper's is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+        group: Process group of the workers; all processes by default.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -88,7 +88,7 @@ class DiLoCo(OuterLoop):
             self._gradients[name], parameter.grad = parameter.grad, gradient
         self._outer.step()
         for name, parameter in self._parameters.items():
-            # those of the inner steps are the inner optimizer's business
+            # Put back the gradients of the inner steps, which belong to the inner optimizer.
             parameter.grad = self._gradients.pop(name)
             self._shared[name].copy_(parameter)
 
@@ -116,14 +116,14 @@ class DiLoCo(OuterLoop):
 class DiLoCoState:
     """The state of a DiLoCo training, as parts of a directory checkpoint.
 
-    Saved at an outer boundary, where the shared parameters are all that there is of the model, so that another number
-    of workers can resume from it. Each worker calls :meth:`parts` and :meth:`load`.
+    Save it at an outer boundary, where all workers' models equal the shared parameters, so that another number of
+    workers can resume from it. Each worker calls :meth:`parts` and :meth:`load`.
 
     Args:
         loop: :class:`DiLoCo`, or torchft's in a :class:`~ckpt_async.local_updates.TorchftLoop`.
-        own: What this worker has of its own: its inner optimizer, its place in the data.
-        buffers: Returns the model's buffers, of which each worker has its own; ``lambda: dict(model.named_buffers())``.
-            None: those of the state dict of the model that :class:`DiLoCo` was given; torchft's does not know it.
+        own: This worker's own state: its inner optimizer, its position in the data.
+        buffers: Returns the buffers of this worker's model, as ``lambda: dict(model.named_buffers())``. None: those of
+            the state dict of the model that :class:`DiLoCo` was given; none for torchft's, which has no model.
 
     Example::
 
@@ -145,7 +145,7 @@ class DiLoCoState:
         self._buffers = buffers or loop.buffers
 
     def parts(self) -> list[Part]:
-        """All of it, now: ``model`` and ``outer``, which are the same for all workers, and ``worker``."""
+        """Return the current state as parts: ``model`` and ``outer``, equal on all workers, and ``worker``."""
         buffers = dict(self._buffers())
         worker = {"state": self._own.state_dict(), "parameters": self._loop.own_parameters(), "buffers": buffers}
         return [
@@ -157,21 +157,21 @@ class DiLoCoState:
     def load(self, opened: Any) -> None:
         """Resume from a checkpoint of this or another number of workers.
 
-        The shared parameters and the outer optimizer come back bit for bit, and no batch is lost or used again. As many
-        workers as saved it get back what was their own, bit for bit; for others see
+        The shared parameters and the outer optimizer are restored bit for bit, and no batch is lost or used twice. With
+        the same number of workers, each also gets its own state back bit for bit; for another number, see
         :meth:`~ckpt_async.local_updates.WorkerState.load_state_dicts`.
 
         Args:
-            opened: What :meth:`ckpt_core.DirectoryCheckpointer.load` returns.
+            opened: The result of :meth:`ckpt_core.DirectoryCheckpointer.load`.
 
         Raises:
-            StateMismatchError: It was not saved at the outer boundary of all parameters, by another number of workers;
-                or it is of another model.
+            StateMismatchError: It was saved by another number of workers, and not at an outer boundary of all
+                parameters; or it is of another model.
         """
         cursor = self._own.cursor
         saved = opened.world_size
         own = cursor.worker % saved
-        # A new worker's random generators come from worker 0's. Of the others, what the manifest says is enough.
+        # A new worker derives its random generators from worker 0's. For other workers, the manifest's part is enough.
         read = {own} if own == cursor.worker else {own, 0}
         workers = [(opened.load if rank in read else opened.peek)("worker", rank=rank) for rank in range(saved)]
         if saved != cursor.workers and any(worker["parameters"] for worker in workers):

@@ -1,9 +1,9 @@
-"""A gate for Hogwild: workers change a shared model without locks, and stand still between two steps while it is saved.
+"""A gate for Hogwild: workers update a shared model without locks, and wait between two steps while it is saved.
 
 Each worker has a few numbers in a shared file: how many steps it has begun and how many it has finished. The saver
-writes the number of the snapshot there; each worker that sees it, before its next step, hands over what only it knows
-and waits. A step costs no system call. Locks of the kernel, which end with the process that holds them, show
-which workers are alive.
+writes the number of the snapshot there; each worker that sees it, before its next step, writes its own state to a file
+and waits. A step costs no system call. Kernel locks, which end with the process that holds them, show which workers are
+alive.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ckpt_core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.0005  # seconds between two looks
-_MEMORY = "/dev/shm"  # where there is one, the gate needs no disk
+_POLL = 0.0005  # seconds between two checks
+_MEMORY = "/dev/shm"  # if it exists, the gate needs no disk
 _WORD = 8
-_ASKED, _OPENED = 0, 1  # newest snapshot asked for, and over
+_ASKED, _OPENED = 0, 1  # numbers of the newest snapshot requested, and of the newest that is over
 _HEAD, _EACH = 2, 3
 _BEGUN, _DONE, _STATUS = 0, 1, 2
 _ABSENT, _RUNNING, _FINISHED = 0, 1, 2
-_SAVER = 0  # byte that the saver has locked; the bytes after it are the workers'
+_SAVER = 0  # the byte that the saver locks; the bytes after it are locked by the workers
 
 
 class GateTimeoutError(CheckpointError):
@@ -45,14 +45,14 @@ class GateTimeoutError(CheckpointError):
 
 
 class WorkerLostError(CheckpointError):
-    """A worker is gone, and with it what only it knew, so that no checkpoint can be taken any more."""
+    """A worker is gone, and with it its own state, so that no checkpoint can be taken any more."""
 
 
 class StepGate:
-    """Lets all workers finish the step they are in, and holds the next one back until the snapshot is taken.
+    """Lets all workers finish their current step, and holds the next one back until the snapshot is taken.
 
-    Made once, in the process that starts the workers, and given to them as an argument, by ``fork`` or ``spawn``. The
-    processes must be on one machine, with one gate each.
+    Make it once, in the process that starts the workers, and pass it to them as an argument, by ``fork`` or ``spawn``.
+    All processes must be on one machine, and each must use only one copy of the gate.
 
     Args:
         workers: Number of workers.
@@ -86,19 +86,19 @@ class StepGate:
         return {**vars(self), "_shared": None}
 
     def _open(self) -> _Shared:
-        with StepGate._opening:  # to close a second file would drop all locks that this process has of the first
+        with StepGate._opening:  # closing a second descriptor would drop all locks of this process on the file
             if self._shared is None or self._shared.process != os.getpid():
                 self._shared = _Shared(self._directory / "gate")
             return self._shared
 
     def worker(self, number: int, capture: Callable[[], Mapping[str, Any]]) -> GatedWorker:
-        """Enter as a worker; a context manager.
+        """Return a worker's side of the gate, a context manager.
 
         Args:
-            number: Which one, from 0.
-            capture: Returns what only this worker knows, as plain data and tensors; see
-                :class:`~ckpt_async.local_updates.WorkerState`. Called between two steps, so what draws random numbers
-                for an update belongs into its step.
+            number: Number of the worker, from 0.
+            capture: Returns this worker's own state, as plain data and tensors; see
+                :class:`~ckpt_async.local_updates.WorkerState`. It is called between two steps, so code that draws
+                random numbers for an update must be inside its step.
         """
         if not 0 <= number < self.workers:
             raise ValueError(f"there is no worker {number} of {self.workers}")
@@ -112,12 +112,12 @@ class StepGate:
             timeout: Seconds to wait for all of them.
 
         Returns:
-            What each worker has captured, in their order.
+            The captured state of each worker, in the order of their numbers.
 
         Raises:
-            WorkerLostError: One was killed. The others continue; but start all of them again from the newest
+            WorkerLostError: A worker was killed. The others continue, but restart all of them from the newest
                 checkpoint.
-            GateTimeoutError: Some have not come, because they are in a step, frozen, or not started. All continue.
+            GateTimeoutError: Workers did not come, because they are in a step, frozen, or not started. All continue.
         """
         shared, deadline = self._open(), time.monotonic() + timeout
         if shared.is_of_this_thread():
@@ -137,7 +137,7 @@ class StepGate:
             shared[_OPENED] = snapshot
             for file in self._directory.glob("*.[0-9]*"):
                 file.unlink()
-            shared.unlock(_SAVER)  # the last: the next one's answers must stay
+            shared.unlock(_SAVER)  # last, so that the deletion above does not hit the answers of the next snapshot
 
     def _await(self, shared: _Shared, number: int, snapshot: int, deadline: float) -> dict[str, Any]:
         answers = (self._directory / f"{number}.{snapshot}", self._directory / f"{number}.end")
@@ -165,7 +165,7 @@ class StepGate:
             time.sleep(_POLL)
 
     def close(self) -> None:
-        """Remove the gate's files; when no worker needs it any more."""
+        """Delete the gate's files; call it when no worker needs the gate any more."""
         shutil.rmtree(self._directory)
 
     def __enter__(self) -> StepGate:
@@ -176,7 +176,7 @@ class StepGate:
 
 
 def _renew_lock() -> None:
-    StepGate._opening = threading.Lock()  # a thread that the child does not have may hold the old one
+    StepGate._opening = threading.Lock()  # the old lock may be held by a thread that does not exist in the child
 
 
 os.register_at_fork(after_in_child=_renew_lock)
@@ -204,10 +204,10 @@ class GatedWorker:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around everything that changes the shared model; waits here while it is saved.
+        """Enclose one step, all code that changes the shared model; waits at its begin while the model is saved.
 
         Raises:
-            CheckpointError: The step before was left with an exception, so that the shared model may hold a part of it.
+            CheckpointError: The previous step ended with an exception, so the shared model may hold a part of it.
         """
         shared, place = self._shared, self._place
         if shared[_ASKED] != shared[_OPENED] and shared[_ASKED] != self._abandoned:
@@ -249,9 +249,9 @@ class GatedWorker:
 
 
 class _Shared:
-    """The numbers in the shared file, and the locks of its bytes, which a process does not pass on to its children.
+    """The numbers in the shared file, and the locks of its bytes, which children do not inherit from a process.
 
-    The kernel's locks keep out other processes; which threads of this one have them is noted here.
+    The kernel's locks exclude other processes only; which thread of this process has a lock is recorded here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -259,7 +259,7 @@ class _Shared:
         self._mine: dict[int, int] = {}
         self._noting = threading.Lock()
         self._file = os.open(path, os.O_RDWR)
-        # At its end, a process keeps its locks to the last.
+        # Not closed at exit, so that a process keeps its locks until it has ended.
         weakref.finalize(self, os.close, self._file).atexit = False
         self._words = memoryview(mmap.mmap(self._file, 0)).cast("q")
 
@@ -282,7 +282,7 @@ class _Shared:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
 
     def is_locked(self, byte: int) -> bool:
-        """Whether anybody has locked it."""
+        """Return whether any process has locked a byte."""
         with self._noting:
             if byte in self._mine or not self._try_lock(byte, fcntl.LOCK_SH):
                 return True
@@ -290,13 +290,13 @@ class _Shared:
             return False
 
     def is_of_this_thread(self) -> bool:
-        """Whether this thread has locked anything."""
+        """Return whether this thread has locked any byte."""
         with self._noting:
             return threading.get_ident() in self._mine.values()
 
     def _try_lock(self, byte: int, kind: int) -> bool:
         try:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):  # POSIX allows either
+        except (BlockingIOError, PermissionError):  # POSIX allows EAGAIN or EACCES
             return False
         return True

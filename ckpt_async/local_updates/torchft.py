@@ -1,7 +1,7 @@
-"""torchft's DiLoCo, in whole or in fragments, for checkpoints.
+"""Checkpoints of torchft's DiLoCo, with one or several fragments.
 
-torchft keeps the parameters that are shared and the outer optimizers under private names, and heals a worker from
-another; a checkpoint from which all can start again it leaves to the user. The names are those of torchft 0.2.
+torchft restores a lost worker from another one, but leaves checkpoints, from which all workers can restart, to the
+user. It keeps the shared parameters and the outer optimizers in private attributes, here those of torchft 0.2.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _FRAGMENT = ("_allreduce_work", "_model_fragment", "_outer_optimizer", "original
 class TorchftLoop(OuterLoop):
     """The state of ``torchft.local_sgd.DiLoCo``.
 
-    Save when the inner optimizer's step has ended a window; that is when :attr:`at_boundary` is true.
+    Save when the inner optimizer's step has ended a window, that is, when :attr:`at_boundary` is true.
 
     Args:
         diloco: The ``DiLoCo``.
         manager: Its ``Manager``.
 
     Raises:
-        CheckpointError: It is built otherwise than torchft 0.2.
+        CheckpointError: The object lacks attributes of torchft 0.2.
     """
 
     def __init__(self, diloco: Any, manager: Any) -> None:
@@ -45,7 +45,7 @@ class TorchftLoop(OuterLoop):
 
     @property
     def at_boundary(self) -> bool:
-        """Whether a window has just ended and nothing is under way."""
+        """Whether a window has just ended and no reduction is under way."""
         is_reducing = any(fragment._allreduce_work for fragment in self._diloco._fragments)
         return self._diloco._local_step == 0 and not is_reducing
 
@@ -62,7 +62,7 @@ class TorchftLoop(OuterLoop):
                 yield f"{number}.{name}", fragment, name
 
     def _outer_optimizers(self) -> list[Any]:
-        """Each once: one may be that of all fragments."""
+        """Return each outer optimizer once; several fragments may share one."""
         return list({id(f._outer_optimizer): f._outer_optimizer for f in self._diloco._fragments}.values())
 
     def global_parameters(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a worker that steps for itself has of its own: its place in the data, its random generators, its objects."""
+"""The own state of a worker in Hogwild or DiLoCo: its position in the data, its random generators, its objects."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class StreamCursor:
-    """Which batch of which stream comes next for a worker.
+    """A worker's position in the data: which batch of which stream comes next.
 
-    Data is a fixed number of streams of batches numbered 1, 2, ...; what a batch is must depend on its stream and
-    number alone. Streams are dealt to the workers, and again where their number changes, so each batch is used once.
+    Data is a fixed number of streams of batches numbered 1, 2, ...; the contents of a batch must depend on its stream
+    and number only. Streams are assigned to workers, again when their number changes, so each batch is used once.
 
     Args:
         streams: Number of streams, the same for the whole training; at least as many as there will ever be workers.
@@ -54,19 +54,19 @@ class StreamCursor:
 
     @property
     def position(self) -> VectorClock:
-        """How many batches of each of this worker's streams were used."""
+        """The number of batches used so far, for each of this worker's streams."""
         return VectorClock(self._own(self.worker))
 
     @property
     def upcoming(self) -> UpdateId | None:
-        """The batch that comes next: of the stream that is least advanced; None when all were used."""
+        """The next batch, of the least advanced stream; None when all batches were used."""
         return next_update(self.position, self.batches)
 
     def take(self, count: int | None = None) -> Iterator[UpdateId]:
-        """The next batches; each counts as used when the one after it is asked for.
+        """Yield the next batches; each counts as used when the next one is requested.
 
         Args:
-            count: How many at most; all that are left by default.
+            count: At most how many; by default all that are left.
         """
         for _ in itertools.count() if count is None else range(count):
             update = self.upcoming
@@ -76,9 +76,9 @@ class StreamCursor:
             self._everywhere[update.stream] = update.seq
 
     def windows(self, steps: int) -> int:
-        """How many windows of so many steps it takes until *every* worker has used all of its batches.
+        """Return how many windows of ``steps`` steps it takes until *every* worker has used all of its batches.
 
-        Meaningful where all workers are at the end of a window: at the start, and after :meth:`load_state_dicts`.
+        Valid only when all workers are at the end of a window: at the start, and after :meth:`load_state_dicts`.
 
         Args:
             steps: Batches of a worker in a window.
@@ -89,17 +89,17 @@ class StreamCursor:
         return -(-max(left) // steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's place, as plain data."""
+        """Return this worker's position, as plain data."""
         return {"streams": self.streams, "position": self.position.to_pairs()}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from what all workers, of this or another number, had used.
+        """Resume from the positions of all workers that saved, whose number may differ from the current one.
 
         Args:
-            states: The :meth:`state_dict` of each.
+            states: The :meth:`state_dict` of each of these workers.
 
         Raises:
-            StateMismatchError: They are not of the same streams, or not of all of them.
+            StateMismatchError: They are of another number of streams, or do not include all streams.
         """
         pairs = [pair for state in states for pair in state["position"]]
         if any(state["streams"] != self.streams for state in states) or len(pairs) != self.streams:
@@ -112,12 +112,11 @@ class StreamCursor:
 
 
 class WorkerState:
-    """A worker's random generators, its place in the data, and its own objects.
+    """A worker's random generators, its position in the data, and its own objects.
 
     Args:
-        cursor: Its place in the data.
-        objects: What else it has of its own, such as ``optimizer=...``: anything with ``state_dict`` and
-            ``load_state_dict``.
+        cursor: Its position in the data.
+        objects: Other objects of this worker, such as ``optimizer=...``, with ``state_dict`` and ``load_state_dict``.
     """
 
     def __init__(self, cursor: StreamCursor, **objects: Stateful) -> None:
@@ -125,7 +124,7 @@ class WorkerState:
         self._objects = objects
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as plain data and tensors."""
+        """Return all of it as plain data and tensors."""
         return {
             "rng": RngState.capture().encode(),
             "cursor": self.cursor.state_dict(),
@@ -133,17 +132,17 @@ class WorkerState:
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from what all workers, of this or another number, had.
+        """Resume from the states of all workers that saved, whose number may differ from the current one.
 
-        As many workers as saved it get back what was theirs, bit for bit. Otherwise the streams are dealt again, and
-        worker ``i`` begins with the objects that worker ``i % saved`` had; one that was not there gets random
-        generators derived from those of worker 0.
+        With the same number, each worker gets its own state back, bit for bit. Otherwise the streams are assigned
+        again, and worker ``i`` begins with the objects of worker ``i % saved``; a worker whose number did not exist
+        before gets random generators derived from those of worker 0.
 
         Args:
-            states: The :meth:`state_dict` of each, in their order.
+            states: The :meth:`state_dict` of each of these workers, in the order of their numbers.
 
         Raises:
-            StateMismatchError: They are of other objects or other streams.
+            StateMismatchError: They have other objects or other streams.
         """
         number, saved = self.cursor.worker, len(states)
         own = states[number % saved]

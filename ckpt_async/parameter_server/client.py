@@ -1,4 +1,4 @@
-"""A worker's side: pull parameters, push gradients, be cut between two updates; its optimizer and sampler."""
+"""The worker's client of the parameter server: pull, push, and its part in snapshots; its optimizer and sampler."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 0.002  # seconds before asking again
-_IDLE = 0.01  # seconds between two looks at messages, when there is nothing to train
+_PATIENCE = 0.002  # seconds before the next pull while too many updates are under way
+_IDLE = 0.01  # seconds between two checks for messages while there is nothing to train
 
 
 class ParameterClient(Participant):
     """A worker's connection to the training: which batch comes next, :meth:`pull`, :meth:`push`.
 
-    It is cut by :meth:`pull`, between two updates and before the parameters that were pulled are used; so what the
-    batch and its randomness depend on must be a function of ``(stream, number of the batch)``, or be in
-    :meth:`register`.
+    Its state for a snapshot is captured in :meth:`pull`, between two updates and before the pulled parameters are used.
+    So a batch and its randomness may depend only on ``(stream, number of the batch)``, and on objects that were passed
+    to :meth:`register`.
 
     Args:
-        transport: Its name is the worker's; the coordinator knows which names there are.
+        transport: Its name is the worker's name, which must be one that the coordinator was given.
         coordinator: Address of the coordinator.
-        parameters: The model, or name and tensor of each of its parameters, which :meth:`pull` overwrites. Of a model,
-            its buffers (statistics of BatchNorm) are part of this worker's state, and further names of tied parameters
-            are saved.
+        parameters: The model, or name and tensor of each of its parameters, which :meth:`pull` overwrites. If it is the
+            model, its buffers (statistics of BatchNorm) are part of this worker's state, and the further names of tied
+            parameters are saved.
         batches: Number of batches in each stream; None for streams without end.
-        seed: Every pull sets torch's default generator from this number and the update's, so that an update's
+        seed: Every pull seeds torch's default generator from this number and the update's, so that an update's
             randomness (dropout, augmentation) is the same whenever and wherever it is computed. None: the generators
-            are left alone, and their states are part of the checkpoint, which only a worker of the same name gets back.
-        max_block_bytes: See :class:`~ckpt_async.parameter_server.model.BlockTable`; the same in every process.
-        storage_options: For fsspec, if the checkpoints are in an object store.
+            are left alone, and their states are in the checkpoint; only a worker of the same name restores them.
+        max_block_bytes: See :class:`~ckpt_async.parameter_server.model.BlockTable`; equal in every process.
+        storage_options: Options for fsspec, if the checkpoints are in an object store.
 
     Attributes:
-        parameters: Those of the model, by name.
-        buffers: Those of the model, by name, if it was given.
-        aliases: Of its tied parameters, the name in ``parameters`` by each further name.
-        committed_snapshot: Id of the newest snapshot that is known to be a checkpoint.
+        parameters: The model's parameters, by name.
+        buffers: The model's buffers, by name, if the model was given.
+        aliases: For each further name of a tied parameter, its name in ``parameters``.
+        committed_snapshot: ID of the newest snapshot that is known to be a checkpoint.
 
     Example:
         A worker, in a process of its own::
@@ -104,7 +104,7 @@ class ParameterClient(Participant):
                 time.sleep(_IDLE)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of what holds it, and what a spawned process gets, holds None: the connection stays here."""
+        """Pickle and copy as None: the connection stays here when an object that holds it is copied or spawned."""
         return type(None), ()
 
     def _start(self, streams: Iterable[int]) -> CutWorker:
@@ -142,7 +142,7 @@ class ParameterClient(Participant):
         )
         for shard in training.shards:
             meeting = {"kind": "meet", "name": self.name, "address": self._transport.address, "tag": list(worker.tag)}
-            # Its answer says that the shard can be asked.
+            # Wait for the answer: from then on the shard can send to this worker.
             self._transport.request(shard, Frame(meeting)).result()
         return worker
 
@@ -150,23 +150,23 @@ class ParameterClient(Participant):
 
     @property
     def position(self) -> VectorClock:
-        """How many updates of each of this worker's streams were pushed."""
+        """The number of updates pushed so far, for each of this worker's streams."""
         with self._lock:
             return self._worker.cut
 
     @property
     def snapshot(self) -> int:
-        """Id of the newest snapshot that this worker takes part in."""
+        """ID of the newest snapshot that this worker takes part in."""
         with self._lock:
             return self._worker.tag.snapshot_id
 
     @property
     def upcoming(self) -> UpdateId | None:
-        """The update that the next :meth:`pull` and :meth:`push` are about; None when all batches were used."""
+        """The update for which the next :meth:`pull` and :meth:`push` are; None when all batches were used."""
         return next_update(self.position, self._batches)
 
     def updates(self) -> Iterator[UpdateId]:
-        """All updates from here on, one after the other, each when the one before was pushed."""
+        """Yield all updates from here on, each after the previous one was pushed; raise if that was not."""
         while (update := self.upcoming) is not None:
             yield update
             if self.upcoming == update:
@@ -176,14 +176,14 @@ class ParameterClient(Participant):
                 )
 
     def plan(self) -> Iterator[UpdateId]:
-        """The same updates, without waiting for any push: for loaders that are ahead of the training."""
+        """Yield the same updates without waiting for pushes, for loaders that prefetch."""
         positions = dict(self.position)
         while (update := next_update(positions, self._batches)) is not None:
             positions[update.stream] = update.seq
             yield update
 
     def pull(self) -> None:
-        """Load the newest parameters into the model, after taking part in a snapshot if one is due.
+        """Load the newest parameters into the model; before that, take part in a snapshot if one is due.
 
         Waits while too many updates of the stream are under way.
 
@@ -203,13 +203,13 @@ class ParameterClient(Participant):
                 futures = {shard: self._transport.request(shard, question) for shard in self.training.shards}
                 frames = {shard: future.result() for shard, future in futures.items()}
             except PeerLostError as error:
-                self.check()  # which may know more
+                self.check()  # raises a failure that was reported before, if any
                 self._fail(error)
-                self.close()  # after which the coordinator knows it, too
+                self.close()  # waits until the coordinator has been told
                 raise
             answers = {shard: self._answer(shard, frame) for shard, frame in frames.items()}
             with self._lock:
-                # Before anything of the answers is used: they may show updates from after the cut.
+                # Before the answers are used, because they may contain updates from after the cut.
                 self._perform(self._worker.at_boundary({shard: header for shard, (header, _) in answers.items()}))
                 if self._worker.may_push(update.stream):
                     break
@@ -219,17 +219,17 @@ class ParameterClient(Participant):
         self.reseed()
 
     def reseed(self) -> None:
-        """Set torch's generator for the next update, as :meth:`pull` does; again, if it was used since."""
+        """Seed torch's generator for the next update again, as :meth:`pull` does, if it was used since."""
         update = self.upcoming
         if self._seed is not None and update is not None:
             torch.manual_seed(seed_of(self._seed, update))
 
     def push(self, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Send the gradients of the batch :attr:`upcoming` to the shards, and do not wait.
+        """Send the gradients of the batch :attr:`upcoming` to the shards, without waiting.
 
         Args:
-            gradients: By the parameter's name; by default, each parameter's ``grad``. Parameters without one are not
-                stepped, and shards that hold none of the rest are not sent anything.
+            gradients: By the parameter's name; by default, each parameter's ``grad``. Parameters without a gradient are
+                not stepped, and shards that hold no parameter with a gradient are not sent anything.
 
         Raises:
             CheckpointError: There was no :meth:`pull` for this batch.
@@ -254,10 +254,10 @@ class ParameterClient(Participant):
         self._pulled_for = None
 
     def finish(self) -> None:
-        """Say that this worker's batches are used up, and take part in snapshots until the training is over.
+        """Report that this worker has no batches left, and take part in snapshots until the training is over.
 
         Raises:
-            CheckpointError: It ended for another reason.
+            CheckpointError: The training ended because of a failure.
         """
         if self._batches is not None and (update := self.upcoming) is not None:
             logger.warning(
@@ -295,12 +295,12 @@ class ParameterClient(Participant):
     # ---- the worker's own state --------------------------------------------------------------------------------------
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Make an object part of this worker's state at every cut, and load what the checkpoint has of it.
+        """Make an object part of this worker's state at every cut, and load its state from the checkpoint, if any.
 
         Args:
             name: Unique within the worker.
-            stateful: Has ``state_dict`` and ``load_state_dict``. A worker of another name does not get its state. Its
-                state is taken in :meth:`pull`, which :meth:`RemoteOptimizer.step` ends with.
+            stateful: An object with ``state_dict`` and ``load_state_dict``. Only a worker of the same name restores its
+                state. The state is captured in :meth:`pull`, with which :meth:`RemoteOptimizer.step` ends.
 
         Raises:
             StateMismatchError: The name is taken.
@@ -330,7 +330,7 @@ class ParameterClient(Participant):
             "buffers": {name: buffer.detach().cpu().clone() for name, buffer in self.buffers.items()},
             "aliases": dict(self.aliases),
         }
-        if self._seed is None:  # otherwise each update sets torch's generator itself
+        if self._seed is None:  # otherwise each pull seeds torch's generator
             state["rng"] = RngState.capture().encode()
         return state
 
@@ -362,13 +362,13 @@ class ParameterClient(Participant):
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
-    """Makes a worker's training loop look like any other: :meth:`step` pushes the gradients and pulls what comes next.
+    """An optimizer for an ordinary training loop: :meth:`step` pushes gradients, and pulls the next parameters.
 
-    The parameters are those of the client. There is no learning rate here: the servers' optimizers have one, and a
-    scheduler that is given this optimizer fails instead of being without effect.
+    Its parameters are the client's. It has no learning rate, because the servers' optimizers have one; so a scheduler
+    that is given this optimizer fails instead of having no effect.
 
     Args:
-        client: The worker's connection. The first parameters are pulled at once.
+        client: The worker's client. The parameters for the first batch are pulled at once.
 
     Example:
         In a worker's process::
@@ -392,7 +392,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Push the gradients of this batch, and load the parameters for the next one into the model.
 
         Args:
-            closure: Computes the gradients first, and returns the loss.
+            closure: Called first; computes the gradients and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -408,13 +408,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
 
 class UpdateSampler(Sampler[list[int]]):
-    """Gives a worker's loader the batches of its streams, from where the worker stands.
+    """A batch sampler with the batches of a worker's streams, from the worker's current position.
 
-    Batches that were fetched and not yet pushed do not count, so loaders may prefetch.
+    Batches that were fetched but not pushed yet do not count as used, so loaders may prefetch.
 
     Args:
-        client: The worker's connection.
-        samples_of: Indices of the samples of a batch: a function of its stream and number alone.
+        client: The worker's client.
+        samples_of: Returns the indices of the samples of a batch; must depend on its stream and number only.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -431,6 +431,6 @@ class UpdateSampler(Sampler[list[int]]):
 
 
 def seed_of(seed: int, update: UpdateId) -> int:
-    """What torch's generator is set from for an update, where ``seed`` is the client's."""
+    """Return the seed of torch's generator for an update, given the client's ``seed``."""
     text = f"{seed}/{update.stream}/{update.seq}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""The coordinator: who takes part, when a snapshot begins, and what becomes a checkpoint."""
+"""The training coordinator: admits participants, begins snapshots, and commits them as checkpoints."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ckpt_core.paths import StrPath
 logger = logging.getLogger(__name__)
 
 _TICK = 0.005  # seconds
-_GOODBYE = 5.0  # seconds to wait for the answer of a participant that shall stop
-_RETRY = 1.0  # seconds after which the last snapshot is tried again
-_PATIENCE = 60.0  # seconds after which it is said why no snapshot begins, if ``every`` is shorter
+_GOODBYE = 5.0  # seconds to wait for the answer of a participant that is asked to stop
+_RETRY = 1.0  # seconds after which an aborted final snapshot is tried again
+_PATIENCE = 60.0  # seconds, or ``every`` if longer, after which it is logged why no snapshot begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +46,29 @@ class _Member:
 class TrainingCoordinator:
     """Starts an asynchronous training from the newest checkpoint that verifies, and takes snapshots of it.
 
-    One for each training, in a process of its own or on a thread of another participant. If it is lost, everything has
-    to be started again; so has it if a shard is lost, or a worker where ``options.on_worker_failure`` is
+    Each training has one, in a process of its own or on a thread of another participant. If it is lost, the whole
+    training has to be restarted; also if a shard is lost, or a worker while ``options.on_worker_failure`` is
     ``"rollback"``.
 
     Args:
         transport: Its name must be :data:`ckpt_async.consistent_cut.COORDINATOR`.
         root: Where the checkpoints are: a directory that all machines share, or a URL.
-        streams: Number of streams of data: fixed for the life of the training, and at least as many as there are ever
-            workers.
-        shards: Names of the shards. Another number than the checkpoint was saved with is allowed.
-        workers: Names of the workers; likewise.
+        streams: Number of streams of data: fixed for the whole training, over all its starts, and at least the largest
+            number of workers.
+        shards: Names of the shards. Their number may differ from that in the checkpoint.
+        workers: Names of the workers. Their number may differ from that in the checkpoint.
         every: Seconds between two snapshots.
         keep: How many checkpoints are kept.
-        options: About the snapshots.
+        options: Options of the snapshots.
         generation: Number of this start of the training, larger than any before. None claims one below ``root``, which
             must be on a filesystem then.
-        storage_options: For fsspec.
-        listeners: Called with what is saved (:mod:`ckpt_core.events`).
+        storage_options: Options for fsspec.
+        listeners: Called with the events of saves (:mod:`ckpt_core.events`).
 
     Attributes:
-        store: Where the checkpoints are.
-        checkpoint: Path of the checkpoint that the training resumes from; None at the beginning.
-        resumed: The cut it is of.
+        store: The store of the checkpoints.
+        checkpoint: Path of the checkpoint that the training resumes from; None for a training from scratch.
+        resumed: The cut of that checkpoint, or None.
 
     Raises:
         CheckpointCorruptedError: There are checkpoints, and none verifies. None is deleted.
@@ -126,7 +126,7 @@ class TrainingCoordinator:
         self._ready = threading.Event()
         self.checkpoint: str | None = None
         self.resumed: ConsistentCut | None = None
-        # Before the checkpoint is read, which takes its time: others get signs of life meanwhile.
+        # Before the checkpoint is read, which takes long, so that participants get signs of life meanwhile.
         transport.start(self._receive, self._lost)
         try:
             self._generation = self.store.claim_generation(generation)
@@ -176,7 +176,7 @@ class TrainingCoordinator:
             The cut of that checkpoint.
 
         Raises:
-            CheckpointError: A participant is lost; start everything again.
+            CheckpointError: A participant is lost; restart the whole training.
         """
         try:
             while not self._finished and self._failure is None:
@@ -194,7 +194,7 @@ class TrainingCoordinator:
         return self._cuts.last_committed
 
     def request_checkpoint(self) -> None:
-        """Take a snapshot as soon as one can begin; may be called on any thread."""
+        """Request a snapshot as soon as one can begin; may be called on any thread."""
         self._due = time.monotonic()
 
     def _trigger_if_due(self) -> None:
@@ -226,7 +226,7 @@ class TrainingCoordinator:
             if not self._finished and reason is None:
                 reason = "the coordinator was interrupted"
             self._finished = True
-        # Workers first: one that knows of the end does not mind that the shards are gone.
+        # Workers first: a worker that was told of the end does not report that the shards are gone.
         for names in (self._workers, self._shards):
             self._tell_to_exit([name for name in names if name in self._members.keys() - self._gone], reason)
         for thread in self._threads:
@@ -344,7 +344,7 @@ class TrainingCoordinator:
                 case ReserveSnapshot():
                     try:
                         self._reserve(effect.snapshot_id)
-                    except CheckpointError as error:  # nobody knows of the snapshot yet, and the training continues
+                    except CheckpointError as error:  # no participant has heard of the snapshot yet: training continues
                         self._perform(self._cuts.abort(f"its directory could not be made: {error.message}"))
                         return
                 case CommitCut():

@@ -1,4 +1,4 @@
-"""What goes over a wire: a JSON message and tensors, as one text and their bytes. Reading one runs no code from it."""
+"""The wire format: a frame is a JSON message and tensors, encoded as bytes. Decoding a frame runs no code from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Frame:
 
 
 def encode_frame(frame: Frame) -> bytearray:
-    """The frame as bytes: length of a JSON text, 8 bytes little-endian; the text; copies of the tensors."""
+    """Return the frame as bytes: the length of a JSON text, 8 bytes little-endian; the text; copies of the tensors."""
     dense: dict[str, torch.Tensor] = {}
     sparse: dict[str, list[int]] = {}
     for name, tensor in frame.tensors.items():
@@ -41,7 +41,7 @@ def encode_frame(frame: Frame) -> bytearray:
             sparse[name] = list(tensor.shape)
         else:
             dense[name] = tensor
-    # The widest first, so that the elements of each are aligned.
+    # The widest element type first, so that the elements of each tensor are aligned.
     ordered = sorted(dense.items(), key=lambda item: -item[1].dtype.itemsize)
     described = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in ordered]
     text = json.dumps({"content": frame.content, "tensors": described, "sparse": sparse}).encode()
@@ -59,7 +59,7 @@ def encode_frame(frame: Frame) -> bytearray:
 
 
 def decode_frame(data: bytearray) -> Frame:
-    """The way back from :func:`encode_frame`; the tensors are views of ``data``. Else a ``ValueError``."""
+    """Decode the bytes of :func:`encode_frame`; the tensors are views of ``data``. Raise ``ValueError`` if invalid."""
     try:
         (length,) = struct.unpack_from("<Q", data)
         if not 2 <= length <= min(_LONGEST_TEXT, len(data) - 8):
@@ -81,12 +81,12 @@ def decode_frame(data: bytearray) -> Frame:
 
 
 def _first_byte(text_bytes: int) -> int:
-    """Where the tensors begin after a text of that length."""
+    """Return the offset at which the tensors begin after a text of that length."""
     return -(-(8 + text_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _tensor(data: bytearray, begin: int, dtype: torch.dtype, shape: list[Any]) -> tuple[torch.Tensor, int]:
-    """A tensor, and where the next one begins."""
+    """Return the tensor at offset ``begin``, and the offset of the next one."""
     if not all(isinstance(extent, int) and extent >= 0 for extent in shape):
         raise ValueError(f"the shape {shape!r}")
     count = math.prod(shape) * dtype.itemsize

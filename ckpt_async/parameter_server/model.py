@@ -1,7 +1,7 @@
-"""A model as servers and workers see it: blocks of parameters, buffers, and further names of tied parameters.
+"""The division of a model into blocks of parameters, which are dealt to shards; its buffers and tied parameters.
 
 A block is a whole parameter, or some rows of a large one, fixed for the whole run. It has an optimizer state of its
-own, so it can go to any shard, and nothing has to be cut or joined when the number of shards changes.
+own, so it can be assigned to any shard, and nothing has to be split or joined when the number of shards changes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Model = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 
 
 def parameters_of(model: Model) -> dict[str, torch.Tensor]:
-    """Each parameter once, by its first name."""
+    """Return each parameter once, by its first name."""
     return dict(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
 
 
 def buffers_of(model: Model) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict of the model has; none unless the model itself is given."""
+    """Return the buffers that a state dict of the model has; none unless ``model`` is a module."""
     return saved_buffers(model) if isinstance(model, torch.nn.Module) else {}
 
 
 def aliases_of(model: Model) -> dict[str, str]:
-    """The first name of each tied parameter, by each of its other names; none unless the model itself is given."""
+    """Return the first name of each tied parameter, by each of its other names; none unless ``model`` is a module."""
     if not isinstance(model, torch.nn.Module):
         return {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -38,7 +38,7 @@ def aliases_of(model: Model) -> dict[str, str]:
 
 
 def mean_of(buffers: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """The means over several workers; of what has none (counts, flags), the first worker's."""
+    """Return the mean of each buffer over several workers; for integers and flags, the first worker's value."""
     found: dict[str, torch.Tensor] = {}
     for name, value in (buffers[0] if buffers else {}).items():
         values = [own[name] for own in buffers if name in own and own[name].shape == value.shape]
@@ -49,7 +49,7 @@ def mean_of(buffers: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a parameter: ``name`` is the parameter's, with ``[begin:end]`` if it is not all of it."""
+    """A whole parameter or some of its rows; ``name`` is the parameter's, followed by ``[begin:end]`` for rows."""
 
     name: str
     parameter: str
@@ -57,7 +57,7 @@ class Block:
     nbytes: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block's part of a tensor like the parameter, dense or sparse in its rows; a view if that is dense."""
+        """Return the block's part of a tensor shaped like the parameter, dense (then a view) or sparse in its rows."""
         if not self.box.shape or self.box.shape == tuple(tensor.shape):
             return tensor
         begin, rows = self.box.offset[0], self.box.shape[0]
@@ -77,12 +77,12 @@ class BlockTable:
     """How a model is divided into blocks; the same in every process.
 
     Args:
-        parameters: Name and tensor of each parameter; only types and shapes are looked at.
-        max_block_bytes: Parameters larger than that are divided by rows. None: none is. An optimizer that looks at a
-            parameter as a whole (its norm, its factors) looks at a block instead.
+        parameters: Name and tensor of each parameter; only types and shapes are used.
+        max_block_bytes: Larger parameters are divided by rows. None: no parameter is divided. An optimizer that uses
+            a parameter as a whole (its norm, its factors) uses a block instead.
 
     Attributes:
-        shapes: A tensor of one element's memory in the place of each parameter.
+        shapes: For each parameter, a tensor of its type and shape that takes the memory of one element.
         blocks: All blocks by name, in the parameters' order.
     """
 
@@ -97,7 +97,7 @@ class BlockTable:
                 self.blocks[block.name] = block
 
     def deal(self, shards: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Names of the blocks that each shard holds, as even in bytes as can be."""
+        """Assign the blocks to shards, as evenly in bytes as possible; return the names of each shard's blocks."""
         load = dict.fromkeys(shards, 0)
         dealt: dict[str, list[str]] = {shard: [] for shard in shards}
         for block in sorted(self.blocks.values(), key=lambda block: -block.nbytes):
@@ -108,7 +108,7 @@ class BlockTable:
         return {shard: tuple(sorted(names, key=order.__getitem__)) for shard, names in dealt.items()}
 
     def divide(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The blocks of some parameters or gradients. Blocks of which a sparse gradient has no rows are left out."""
+        """Return the blocks of some parameters or gradients, without blocks in which a sparse gradient has no rows."""
         found = {}
         for block in self.blocks.values():
             if block.parameter in tensors:
@@ -118,7 +118,7 @@ class BlockTable:
         return found
 
     def describe(self) -> dict[str, list[int]]:
-        """What identifies the division: each block's shape; a checkpoint fits if its own is the same."""
+        """Return the shape of each block, by name; a checkpoint fits this model if its own description is equal."""
         return {name: list(block.box.shape) for name, block in self.blocks.items()}
 
 

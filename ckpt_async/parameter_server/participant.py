@@ -1,4 +1,4 @@
-"""What servers and workers have in common: joining, one lock around the state machine, carrying out its effects."""
+"""Participants, the base of servers and workers: join the training, run the state machine, and perform its effects."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ logger = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound="Participant")
 
-_PATIENCE = 0.05  # seconds between two questions whether everybody is here
+_PATIENCE = 0.05  # seconds between two attempts to join, while shards are missing
 _WATCH_SECONDS = 5.0
 ALIVE = Frame({"kind": "alive"})
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the coordinator answers to a participant that joins.
+    """The coordinator's answer to a participant that joins: a description of the training.
 
     Attributes:
         generation: Number of this start of the whole training.
         snapshot_id: Newest snapshot of earlier generations.
-        incarnation: How often a participant of this name has joined in this generation before.
+        incarnation: How often another process of this name has joined in this generation before.
         streams: Number of streams.
         shards: Names of all shards, with their addresses.
         workers: Names of all workers.
         root: Where the checkpoints are.
-        checkpoint: Path of the one that is loaded, if there is one.
-        options: About cuts.
+        checkpoint: Path of the checkpoint to load; None if there is none.
+        options: Options of the snapshots.
     """
 
     generation: int
@@ -61,20 +61,20 @@ class Training:
     options: CutOptions
 
     def to_content(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Return it as plain JSON data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Training:
-        """The way back."""
+        """Rebuild it from :meth:`to_content`."""
         return cls(**{**content, "options": CutOptions(**content["options"])})
 
     def check(self, tag: MessageTag) -> None:
-        """Refuse what was sent in another generation."""
+        """Raise ``StaleGenerationError`` for a tag of another generation."""
         MessageTag(self.generation, 0).check_generation(tag)
 
     def rank(self, name: str) -> int:
-        """A participant's place in the checkpoint."""
+        """Return a participant's rank in the checkpoint."""
         return [*self.shards, *self.workers].index(name)
 
     @property
@@ -84,7 +84,7 @@ class Training:
 
 
 class Watch:
-    """Asks others now and then whether they are there; the transport reports those that do not answer as lost."""
+    """Pings other participants every few seconds; the transport reports those that do not answer as lost."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -92,7 +92,7 @@ class Watch:
         self._due = 0.0
 
     def look(self, names: Iterable[str]) -> None:
-        """Ask, if it is time to; call it often."""
+        """Ping the participants of these names if that is due; call it often."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _WATCH_SECONDS
@@ -106,7 +106,7 @@ class Watch:
 class Participant(abc.ABC):
     """A process that takes part in the training, as ``"shard"`` or ``"worker"``, under the name of its transport.
 
-    A coordinator that does not want it, or cannot be reached, is a ``CheckpointError``.
+    Raises ``CheckpointError`` if the coordinator refuses it or cannot be reached.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class Participant(abc.ABC):
 
     @abc.abstractmethod
     def _on_message(self, message: Message) -> list[Effect]:
-        """Give a message to the state machine."""
+        """Pass a message to the state machine, and return its effects."""
 
     @abc.abstractmethod
     def _on_request(self, frame: Frame) -> Frame | None:
-        """Take a frame that is no message between state machines; returns the answer."""
+        """Handle a frame that is not a message between state machines; return the answer, or None."""
 
     @abc.abstractmethod
     def _perform_own(self, effect: Effect) -> None:
@@ -158,7 +158,7 @@ class Participant(abc.ABC):
             if answer["kind"] == "welcome":
                 training = Training.from_content(answer["training"])
                 for shard, address in training.shards.items():
-                    if address:  # a shard may join before the others, with which it has no business
+                    if address:  # empty for shards that have not joined; only workers need them, and join after them
                         self._transport.connect(shard, address)
                 return training
             if answer["kind"] == "refused":
@@ -170,7 +170,7 @@ class Participant(abc.ABC):
 
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[None]:
-        """If what is inside fails, the others learn it, and the connections are closed."""
+        """If the body fails, report it to the coordinator, close the connections, and raise."""
         try:
             yield
         except Exception as error:
@@ -179,17 +179,17 @@ class Participant(abc.ABC):
             raise
 
     def _begin(self, effects: list[Effect]) -> None:
-        """Everything is in place: take messages from now on."""
+        """Handle messages from now on, and perform the first effects; called when the participant is complete."""
         self._ready.set()
         self._perform(effects)
 
     def check(self) -> None:
-        """Raise what has gone wrong in the background, if anything has."""
+        """Raise the failure that has occurred in the background, if any."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Leave: write what is being written, and close the connections."""
+        """Leave the training: wait for writes under way, and close the connections."""
         self._stopped.set()
         self._ready.set()
         for writer in self._writers:
@@ -209,7 +209,7 @@ class Participant(abc.ABC):
         self._stopped.set()
 
     def _fail(self, failure: CheckpointError) -> None:
-        """Stop, and let the coordinator know why: it would only see that this process is gone."""
+        """Stop, and report the reason to the coordinator, which otherwise only sees that this process is gone."""
         if not self._stopped.is_set():
             self._transport.send(COORDINATOR, Frame({"kind": "failed", "reason": failure.message}))
         self._stop(failure)
@@ -261,7 +261,7 @@ class Participant(abc.ABC):
     def _write(
         self, snapshot_id: int, table: BlockTable, blocks: Mapping[str, torch.Tensor], participant: Mapping[str, Any]
     ) -> str:
-        """Write this participant's files of a snapshot; returns the report."""
+        """Write this participant's files of a snapshot; return the report for the commit."""
         training = self.training
         return self.store.write(
             training.generation,
@@ -282,7 +282,7 @@ class Participant(abc.ABC):
         failed: Callable[[int, str], list[Effect]],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a part of a snapshot on a thread of its own, and say how it went."""
+        """Write this participant's part of a snapshot on a thread, then call ``after`` and ``done`` or ``failed``."""
 
         def run() -> None:
             try:
@@ -295,7 +295,7 @@ class Participant(abc.ABC):
                 self._perform(settle(snapshot_id, report))
 
         self._writers = [writer for writer in self._writers if writer.is_alive()]
-        if len(self._writers) > 1:  # a storage that hangs must not fill the memory with copies
+        if len(self._writers) > 1:  # if the storage hangs, copies must not fill the memory
             after()
             reason = f"{len(self._writers)} earlier snapshots, which were given up, are still being written"
             self._perform(failed(snapshot_id, reason))

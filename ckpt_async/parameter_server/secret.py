@@ -1,4 +1,4 @@
-"""The secret that the processes of a training share: where it comes from, and what proves that a process knows it."""
+"""The shared secret of a training's processes: where it is found, and the proof that a process knows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HOW_TO_SHARE = (
 
 
 class Secret:
-    """A shared secret of random bytes; ``origin`` says where it comes from, for messages."""
+    """A shared secret of random bytes; ``origin`` describes its source, for messages."""
 
     def __init__(self, value: bytes, origin: str) -> None:
         if len(value) < _SHORTEST:
@@ -34,19 +34,19 @@ class Secret:
         self._value = value
 
     def proof(self, role: bytes, listener: bytes, caller: bytes) -> bytes:
-        """What proves that a side knows the secret: a digest of 32 bytes, of the random numbers of both sides.
+        """Return the proof that a side knows the secret: a digest of 32 bytes, over the random numbers of both sides.
 
-        Each role has its own, so that none can be answered with its own words.
+        It depends on the role, so that a side's own proof cannot be sent back to it.
         """
         return hmac.digest(self._value, role + listener + caller, "sha256")
 
 
 def find_secret(given: StrPath | None, *, address: str, is_loopback: bool) -> Secret:
-    """The secret to use: the one that is given, or as a path the file it is in.
+    """Return the secret to use: ``given`` as text, or the contents of the file if it is a path.
 
-    Else what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE`` says; without them, at the loopback interface, a file
-    that all processes of the user share and that is made here. ``address`` says where the process listens, for
-    messages.
+    By default, the value of ``CKPT_SECRET`` or the contents of the file ``CKPT_SECRET_FILE``. Without these, if the
+    process listens on the loopback interface, a file that all processes of the user share, and that is created here.
+    ``address`` is where the process listens, for messages.
     """
     if isinstance(given, str):
         return Secret(given.strip().encode(), "in secret=")
@@ -91,14 +91,14 @@ def _of_this_user() -> Secret:
 
 
 def _directories() -> Iterator[Path]:
-    """Where the user's secret may be: where programs keep what outlives them, or, without a home, below /tmp."""
+    """Yield the directories in which the user's secret may be: of persistent program state, or else below /tmp."""
     with contextlib.suppress(RuntimeError):  # there is no home
         yield Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ckpt"
     yield Path(tempfile.gettempdir()) / f"ckpt-{os.getuid()}"
 
 
 def _make(file: Path) -> None:
-    """Write a new secret, in one step, so that of several processes that do the same one wins."""
+    """Create a new secret atomically, so that if several processes do so at once, one of them wins."""
     if file.exists():
         return
     descriptor, temporary = tempfile.mkstemp(dir=file.parent)  # only its owner can read it

@@ -1,4 +1,4 @@
-"""A process that holds a shard of the parameters and applies the updates that workers push."""
+"""The parameter server: a process that holds a shard of the parameters and applies the updates that workers push."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _TICK = 0.01  # seconds
 
 
 class ParameterServer(Participant):
-    """Holds the blocks of parameters that are dealt to this shard, and steps their optimizer with what workers push.
+    """Holds the blocks of parameters that are assigned to a shard, and steps their optimizer with pushed gradients.
 
-    Where a checkpoint is resumed, its values replace those of ``parameters``.
+    If the training resumes from a checkpoint, its values replace those of ``parameters``.
 
     Args:
-        transport: Its name is the shard's; the coordinator knows which names there are.
+        transport: Its name is the shard's name, which must be one that the coordinator was given.
         coordinator: Address of the coordinator.
-        parameters: The *whole* model, or name and initial value of each of its parameters; the same in every process.
+        parameters: The *whole* model, or name and initial value of each of its parameters; equal in every process.
         make_optimizer: Makes an optimizer for this shard's blocks; see
             :class:`~ckpt_async.parameter_server.state.ServerState`.
-        max_block_bytes: See :class:`~ckpt_async.parameter_server.model.BlockTable`; the same in every process.
-        storage_options: For fsspec, if the checkpoints are in an object store.
+        max_block_bytes: See :class:`~ckpt_async.parameter_server.model.BlockTable`; equal in every process.
+        storage_options: Options for fsspec, if the checkpoints are in an object store.
 
     Raises:
         StateMismatchError: The checkpoint is of another model.
@@ -73,7 +73,7 @@ class ParameterServer(Participant):
                     positions = checkpoint.cut.vector
             self._shard = CutShard(
                 self.name,
-                cast("ShardState", self.state),  # of a copy, which is never copied itself, it has all that is called
+                cast("ShardState", self.state),  # its copies lack copy(), which is never called on a copy
                 positions,
                 generation=self.training.generation,
                 snapshot_id=self.training.snapshot_id,
@@ -83,19 +83,19 @@ class ParameterServer(Participant):
 
     @property
     def version(self) -> int:
-        """Number of updates applied since this start."""
+        """Number of updates applied since this start of the training."""
         return self._shard.version
 
     @property
     def lock(self) -> threading.RLock:
-        """Held while anything of the state changes; hold it to look at the state from outside."""
+        """The lock that is held while the state changes; hold it to read the state from outside."""
         return self._lock
 
     def run(self) -> None:
         """Serve until the training is over.
 
         Raises:
-            CheckpointError: It cannot continue: restart the whole training from the newest checkpoint.
+            CheckpointError: The server cannot continue: restart the whole training from the newest checkpoint.
         """
         try:
             while not self._stopped.wait(_TICK):
@@ -108,7 +108,7 @@ class ParameterServer(Participant):
         self.check()
 
     def _by_blocks(self, copy: Callable[[], bool]) -> None:
-        """Finish a copy that a snapshot has begun, letting others in between two blocks."""
+        """Finish a copy that a snapshot has begun, releasing the lock for other threads between two blocks."""
         more = True
         while more:
             with self._lock:
@@ -118,7 +118,7 @@ class ParameterServer(Participant):
     def _on_request(self, frame: Frame) -> Frame | None:
         content = frame.content
         if content["kind"] == "meet":
-            # A worker that takes over from a lost one asks what is here, so it must be reachable.
+            # A worker that takes over from a lost one sends a Takeover next, whose answer needs the worker's address.
             self.training.check(MessageTag(*content["tag"]))
             self._transport.connect(content["name"], content["address"])
         elif content["kind"] == "push":
@@ -129,7 +129,7 @@ class ParameterServer(Participant):
         elif content["kind"] == "pull":
             header, effects = self._shard.on_pull(MessageTag(*content["tag"]), time.monotonic())
             self._perform(effects)
-            # The answer is made of copies under the lock, so it shows exactly the updates that the header counts.
+            # The answer is copied under the lock, so it contains exactly the updates that the header counts.
             values = {name: tensor.detach().clone() for name, tensor in self.state.parameters.items()}
             return Frame({"kind": "pulled", "header": encode_message(header)}, values)
         return None

@@ -1,7 +1,7 @@
-"""Sockets between participants: where they are reached, who may connect, and how the bytes of a frame get through.
+"""Sockets between participants: addresses, authentication by the shared secret, and frames on a connection.
 
-``multiprocessing.connection`` is not enough here: its listener waits for a stranger that says nothing, and lets nobody
-else in meanwhile; its client has no time limit and no IPv6; and its proof is HMAC-MD5 before Python 3.12.
+``multiprocessing.connection`` is not enough here: its listener waits for a client that sends nothing, and accepts no
+other meanwhile; its client has no time limit and no IPv6; and its authentication is HMAC-MD5 before Python 3.12.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _HELLO = b"ckpt-ps2"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING_BYTES = len(_HELLO) + _NONCE_BYTES
 _ANSWER_BYTES = _GREETING_BYTES + _PROOF_BYTES
-_LISTENER, _CALLER = b"listener", b"caller"  # each side has its own proof, so none can be sent back
+_LISTENER, _CALLER = b"listener", b"caller"  # the proofs of both sides differ, so that none can be sent back
 _REFUSED = bytes(_PROOF_BYTES)
 _MOST_STRANGERS = 64
-_PATIENCE = 5.0  # seconds in which a caller must show that it knows the secret
-_PAUSE = 0.1  # seconds after a connection could not be taken; and between two looks whether all is over
+_PATIENCE = 5.0  # seconds within which a client must prove that it knows the secret
+_PAUSE = 0.1  # seconds to wait after a connection could not be accepted; and between two checks for the end
 _LENGTH = struct.Struct("<Q")
 _LONGEST_FRAME = 2**40  # bytes
 _PIECE = 2**20  # bytes
 _TICK_SECONDS = 1
-# A machine that is gone is noticed on an idle connection after 90 seconds. A frozen process answers these.
+# Detects on an idle connection, after 90 seconds, that a machine is gone. A frozen process still answers keepalives.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class NotAcceptedError(CheckpointError):
-    """The other side has another secret, or is something else."""
+    """The other side has another secret, or is not a participant."""
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``."""
+    """Return host and port of ``host:port`` or ``[host]:port``."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
         raise ValueError(f"{address!r} is no address: it must be host:port, or [host]:port for IPv6")
@@ -55,7 +55,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _with_port(host: str, port: int) -> str:
-    """``host:port`` of a host that may have a port already."""
+    """Return ``host:port``, for a host that may already include a port."""
     try:
         split_address(host)
     except ValueError:
@@ -64,7 +64,7 @@ def _with_port(host: str, port: int) -> str:
 
 
 def shut(connection: socket.socket) -> None:
-    """Close a connection, and wake the threads that wait for it."""
+    """Close a connection, and wake the threads that wait in it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -74,9 +74,9 @@ def shut(connection: socket.socket) -> None:
 
 
 class Connection:
-    """Sends and receives frames, each as its length, 8 bytes little-endian, and its bytes; no bytes are a sign of life.
+    """Sends and receives frames, each as its length, 8 bytes little-endian, and its bytes; length 0 is a sign of life.
 
-    The other side of the socket knows the secret.
+    The other side has proved that it knows the secret.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -89,7 +89,7 @@ class Connection:
         """Called when bytes have arrived or left."""
 
     def nothing_came(self, seconds: float) -> None:
-        """Called when nothing has arrived for so long, where the socket has a time limit."""
+        """Called when nothing has arrived for ``seconds``, if the socket has a time limit."""
 
     def transmit(self, data: bytearray) -> None:
         """Send the bytes of a frame."""
@@ -100,15 +100,15 @@ class Connection:
             self.progressed()
 
     def give_sign(self) -> None:
-        """Send a sign of life, unless the other side does not read; never waits."""
+        """Send a sign of life without waiting; skip it if the other side does not read."""
         try:
             if self.socket.send(_LENGTH.pack(0), socket.MSG_DONTWAIT) != _LENGTH.size:
                 shut(self.socket)
         except OSError:
-            pass  # its buffer is full, or it is gone, which the thread that reads notices
+            pass  # the buffer is full, or the other side is gone, which the reading thread notices
 
     def receive(self) -> bytearray | None:
-        """The next frame's bytes; None at the end of the stream."""
+        """Return the bytes of the next frame; None at the end of the stream."""
         while (head := self.receive_exactly(_LENGTH.size)) is not None:
             (length,) = _LENGTH.unpack(head)
             if length > _LONGEST_FRAME:
@@ -119,7 +119,7 @@ class Connection:
         return None
 
     def receive_exactly(self, length: int) -> bytearray | None:
-        """So many bytes, in memory that is allocated as they come; None if the stream ends before."""
+        """Return ``length`` bytes, allocating memory as they arrive; None if the stream ends before."""
         data = bytearray(min(length, _PIECE))
         done = 0
         while done < length:
@@ -150,14 +150,14 @@ class _Stranger:
 
 
 class Listener:
-    """Listens, and hands over the connections of those who know the secret.
+    """Listens for connections, and hands over those whose other side has proved that it knows the secret.
 
-    The secret itself is never sent. The listener sends a random number, the caller another one and a digest of both
-    with the secret; then the listener sends a different digest of both. All strangers together cost one thread, a few
-    kilobytes and at most 64 descriptors, and are dropped after 5 seconds; ``rejected`` counts the connections that were
-    dropped because they did not show that they know it.
+    The secret itself is never sent. The listener sends a random number, the client another one and a digest of both
+    with the secret; then the listener sends a different digest of both. All unauthenticated connections (*strangers*)
+    together cost one thread, a few kilobytes and at most 64 descriptors, and are dropped after 5 seconds; ``rejected``
+    counts the connections that were dropped because they did not prove that they know the secret.
 
-    Others reach it at ``address``: ``advertise`` (a host, or ``host:port``), or else where it listens.
+    ``address`` is where other participants connect: ``advertise`` (a host, or ``host:port``), or where it listens.
     """
 
     def __init__(self, listen: str, advertise: str | None, secret: StrPath | None) -> None:
@@ -182,10 +182,10 @@ class Listener:
         self.rejected = 0
 
     def run(self, is_over: threading.Event, welcome: Callable[[socket.socket], None], tick: Callable[[], None]) -> None:
-        """Take connections until it is over, and let go of everything then.
+        """Accept connections until ``is_over`` is set, and then close all sockets.
 
-        ``welcome`` is given each connection whose other side knows the secret, and ``tick`` is called several times
-        each second; neither may wait.
+        ``welcome`` is called with each connection whose other side knows the secret, and ``tick`` several times per
+        second; neither may block.
         """
         while not is_over.is_set():
             try:
@@ -197,7 +197,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Let go of everything, where :meth:`run` was not called."""
+        """Close all sockets; for callers that have not called :meth:`run`, which does this itself."""
         self._selector.close()
         for connection in (self._socket, *self._strangers):
             connection.close()
@@ -222,7 +222,7 @@ class Listener:
             if not self._has_complained:
                 logger.warning("%s cannot take connections for now, and continues to try: %s", self.address, error)
             self._has_complained = True
-            if self._strangers:  # whose descriptor may be the one that is missing
+            if self._strangers:  # dropping one frees a descriptor, of which there may be none left
                 self._reject(next(iter(self._strangers)))
             time.sleep(_PAUSE)
             return
@@ -269,7 +269,7 @@ class Listener:
         with contextlib.suppress(OSError):
             connection.send(word)
         connection.close()
-        if self.rejected & (self.rejected - 1) == 0:  # each power of two, so that nobody can fill the log
+        if self.rejected & (self.rejected - 1) == 0:  # log at powers of two only, so that strangers cannot fill the log
             logger.warning(
                 "%d connections to %s have not shown that they know the secret; the last one came from %s",
                 *(self.rejected, self.address, where),
@@ -282,10 +282,10 @@ class Listener:
 
 
 def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event) -> socket.socket:
-    """Connect to a participant, which may not listen yet, and show each other that both know the secret.
+    """Connect to a participant, which may not listen yet, and authenticate both sides by the secret.
 
-    It keeps trying for ``timeout`` seconds, unless it is over. Nobody there is an ``OSError``, something that does not
-    know the secret a :class:`NotAcceptedError`.
+    Retries for ``timeout`` seconds, unless ``is_over`` is set. Raises ``OSError`` if no process listens, and
+    :class:`NotAcceptedError` if the process there does not know the secret.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -301,7 +301,7 @@ def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event)
             except BaseException:
                 connection.close()
                 raise
-        except OSError:  # also a name that is not known yet, and a process that is about to end
+        except OSError:  # also if the host name is not known yet, or the process there is about to end
             if time.monotonic() > deadline or is_over.wait(0.02):
                 raise
         else:

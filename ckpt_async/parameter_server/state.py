@@ -1,4 +1,4 @@
-"""What a shard holds: blocks of parameters and their optimizer; and the copy of it that a snapshot saves."""
+"""The state of a shard: blocks of parameters and their optimizer; and the copy of it that a snapshot saves."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ MakeOptimizer = Callable[[list[tuple[str, Parameter]]], torch.optim.Optimizer]
 
 
 class _BlockState:
-    """Parameters by the name of their block, and an optimizer that steps those that an update touches."""
+    """Parameters by the name of their block, and an optimizer that steps the blocks that an update contains."""
 
     def __init__(self, blocks: Mapping[str, torch.Tensor], make_optimizer: MakeOptimizer) -> None:
         self.parameters = {name: Parameter(tensor.detach().clone()) for name, tensor in blocks.items()}
         named = list(self.parameters.items())
-        # torch refuses to make an optimizer of nothing; where there are more shards than blocks, a shard has nothing.
+        # torch refuses an optimizer without parameters; if there are more shards than blocks, a shard has none.
         self._optimizer = make_optimizer(named) if named else None
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups of parameters."""
+        """The optimizer's parameter groups."""
         return [] if self._optimizer is None else self._optimizer.param_groups
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps about a block."""
+        """Return the optimizer's state of a block; not a copy."""
         assert self._optimizer is not None
         state: dict[str, Any] = self._optimizer.state[self.parameters[name]]
         return state
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Let the optimizer take a step with the gradients of some blocks; the others stay as they are."""
+        """Take an optimizer step with the gradients of some blocks; the other blocks stay unchanged."""
         assert self._optimizer is not None
         for name, gradient in gradients.items():
             self.parameters[name].grad = gradient
@@ -46,7 +46,7 @@ class _BlockState:
             self.parameters[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer knows, as plain data and tensors that are not copied; by block, for any other shard."""
+        """Return the optimizer's state by block, so that any shard can load it: plain data and uncopied tensors."""
         names = {parameter: name for name, parameter in self.parameters.items()}
         groups = [
             {
@@ -58,7 +58,7 @@ class _BlockState:
         return {"state": {name: dict(self.optimizer_state(name)) for name in self.parameters}, "groups": groups}
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` of this or another shard says of the blocks that are here."""
+        """Load the optimizer state of the blocks that are here, from :meth:`state_dict` of this or another shard."""
         assert self._optimizer is not None
         for name, state in saved["state"].items():
             if name in self.parameters:
@@ -73,8 +73,8 @@ class _BlockState:
 class ServerState(_BlockState):
     """The live state of a shard; implements :class:`ckpt_async.consistent_cut.ShardState`.
 
-    A copy costs nothing when it is made: each block is copied when it is about to change, or when :meth:`copy_a_block`
-    finds the time. The memory of a copy is used again by the next one. Calls are made under one lock.
+    A copy is made lazily: each block is copied before it changes, or by :meth:`copy_a_block`, which the server calls
+    when it is idle. The next copy reuses the memory of a released one. All calls are made under one lock.
 
     Args:
         blocks: Name and value of each block; copied.
@@ -96,7 +96,7 @@ class ServerState(_BlockState):
         self.step(payload)
 
     def check_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refuse gradients of blocks that are not here, or of another shape, before anything is changed."""
+        """Raise ``StateMismatchError`` for gradients of blocks that are not here, or of another shape or type."""
         for name, gradient in gradients.items():
             parameter = self.parameters.get(name)
             if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
@@ -107,32 +107,32 @@ class ServerState(_BlockState):
                 )
 
     def apply_recorded(self, recorded: Sequence[Any]) -> None:
-        """Apply, after loading, what :func:`pack_recorded` kept; pieces of other shards' blocks are left out."""
+        """Apply, after loading, the pieces that :func:`pack_recorded` returned; blocks of other shards are left out."""
         for update, gradients in recorded:
             here = {name: _unpack(gradient) for name, gradient in gradients.items() if name in self.parameters}
             if here:
                 self.apply(UpdateId(*update), here)
 
     def copy(self) -> ShadowState:
-        """Begin a copy of the state as it is now."""
+        """Begin a copy of the current state, and return it."""
         shadow = self._idle.pop() if self._idle else ShadowState(self, self._make_optimizer)
         shadow.begin()
         self._shadow = shadow
         return shadow
 
     def copy_a_block(self) -> bool:
-        """Copy one block of the copy that is being made; False when there is none left."""
+        """Copy one more block for the unfinished copy, if there is one; return False when none is left."""
         return self._shadow is not None and self._shadow.save_next_block()
 
     def release(self, shadow: ShadowState) -> None:
-        """Take back a copy that is not needed any more."""
+        """Take back a copy that is not needed any more, so that the next one reuses its memory."""
         if self._shadow is shadow:
             self._shadow = None
         self._idle.append(shadow)
 
 
 class ShadowState(_BlockState):
-    """A copy of a :class:`ServerState` as of one moment, to which updates that were under way can be applied."""
+    """A copy of a :class:`ServerState` at one moment, to which updates that were under way can be applied."""
 
     def __init__(self, live: ServerState, make_optimizer: MakeOptimizer) -> None:
         super().__init__(live.parameters, make_optimizer)
@@ -140,7 +140,7 @@ class ShadowState(_BlockState):
         self._missing: dict[str, None] = {}
 
     def begin(self) -> None:
-        """The copy is to be of the live state as it is now."""
+        """Start over: make this a copy of the current live state, of which no block is copied yet."""
         self._missing = dict.fromkeys(self.parameters)
         for group, live in zip(self.groups, self._live.groups, strict=True):
             group.update({key: copy.deepcopy(value) for key, value in live.items() if key != "params"})
@@ -151,13 +151,13 @@ class ShadowState(_BlockState):
         self.step(payload)
 
     def save_blocks(self, names: Iterable[str]) -> None:
-        """Copy these blocks, which are about to change, unless they were copied before."""
+        """Copy these blocks, which are about to change, unless they were copied already."""
         for name in names:
             if name in self._missing:
                 self._save(name)
 
     def save_next_block(self) -> bool:
-        """Copy one more block; False when none is missing."""
+        """Copy one more block; return False if all were copied."""
         if not self._missing:
             return False
         self._save(next(iter(self._missing)))
@@ -176,7 +176,7 @@ class ShadowState(_BlockState):
 
 
 def _copy_of(value: Any, memory: Any) -> Any:
-    """An independent copy, in the memory of an earlier one if that fits."""
+    """Return an independent copy of ``value``, in the tensor ``memory`` if that has the same shape and type."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if isinstance(memory, torch.Tensor) and memory.shape == value.shape and memory.dtype == value.dtype:
@@ -185,7 +185,7 @@ def _copy_of(value: Any, memory: Any) -> Any:
 
 
 def pack_recorded(recorded: Sequence[tuple[PushHeader, Mapping[str, torch.Tensor]]]) -> list[Any]:
-    """Recorded pieces as plain data and dense tensors."""
+    """Return recorded pieces of updates as plain data and dense tensors."""
     return [
         [list(header.update), {name: _pack(gradient) for name, gradient in gradients.items()}]
         for header, gradients in recorded

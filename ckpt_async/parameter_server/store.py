@@ -1,8 +1,8 @@
 """The checkpoints of an asynchronous training: directory checkpoints, one for each committed cut.
 
 Every participant is a rank of the checkpoint: first the shards, then the workers. The parameters are the sharded part
-``model``, which loads as a plain state dict; the rest of each participant is the per-rank part ``participant``. The
-vector clock is in the manifest's metadata, and the manifest is written last.
+``model``, which loads as a plain state dict; the rest of each participant's state is the per-rank part ``participant``.
+The vector clock is in the manifest's metadata, and the manifest is written last.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class CutCheckpoint:
     """A committed checkpoint of an asynchronous training.
 
     Args:
-        checkpoint: Its directory.
+        checkpoint: The open directory checkpoint.
 
     Attributes:
         path: Where it is.
-        cut: What it is of.
+        cut: The cut at which it was taken.
         passed_over: Names of checkpoints that were damaged when the training that wrote this one was resumed.
 
     Raises:
@@ -55,7 +55,7 @@ class CutCheckpoint:
         self.passed_over: tuple[str, ...] = tuple(checkpoint.metadata.get("passed_over", ()))
 
     def verify(self) -> None:
-        """Compare every byte with its digest, and what each participant says of itself with the cut.
+        """Compare every byte with its digest, and the name and streams that each participant has saved with the cut.
 
         Raises:
             CheckpointCorruptedError: A byte differs or is missing.
@@ -66,10 +66,10 @@ class CutCheckpoint:
         _check_participants(self.cut, [says["name"] for says in said], [says["cut"] for says in said], self.path)
 
     def model(self) -> dict[str, torch.Tensor]:
-        """The model as a plain state dict, for evaluation: whole parameters, and the means of the workers' buffers.
+        """Return the model as a plain state dict, for evaluation: whole parameters, and means of the workers' buffers.
 
-        Buffers, and further names of tied parameters, are there if the workers' clients were given the model itself and
-        not ``model.named_parameters()``. Recorded pieces, if any, are not.
+        Buffers and further names of tied parameters are included if the workers' clients were given the model itself,
+        not ``model.named_parameters()``. Recorded pieces of updates, if any, are not applied.
         """
         state: dict[str, torch.Tensor] = self._checkpoint.load(_MODEL)
         workers = [self.participant(rank) for rank in self._worker_ranks()]
@@ -78,34 +78,34 @@ class CutCheckpoint:
         return {**state, **mean_of([worker.get("buffers", {}) for worker in workers])}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The means of the workers' buffers: what a worker begins with that was not there before."""
+        """Return the means of the workers' buffers, with which a worker begins that is not in the checkpoint."""
         return mean_of([self.participant(rank).get("buffers", {}) for rank in self._worker_ranks()])
 
     def _worker_ranks(self) -> range:
         return range(len(self.cut.shards), self._checkpoint.world_size)
 
     def participant(self, rank: int) -> dict[str, Any]:
-        """The state of one participant but its parameters."""
+        """Return the state of one participant, without its parameters."""
         state: dict[str, Any] = self._checkpoint.load(_PARTICIPANT, rank=rank)
         return state
 
     def worker(self, name: str) -> dict[str, Any] | None:
-        """The state of the worker of that name, if there was one."""
+        """Return the state of the worker of that name; None if the checkpoint has none."""
         if name not in self.cut.workers:
             return None
         return self.participant(len(self.cut.shards) + self.cut.workers.index(name))
 
     def load_into(self, state: ServerState, table: BlockTable) -> None:
-        """Load the blocks that a shard holds, whichever shards held them when they were saved.
+        """Load the blocks that a shard holds, regardless of which shards held them when they were saved.
 
-        Only their bytes are read, and the whole optimizers of the shards that held them.
+        Reads only the bytes of these blocks, and the whole optimizer states of the shards that held them.
 
         Args:
-            state: Receives them.
+            state: Receives the blocks and their optimizer state.
             table: All blocks of the model.
 
         Raises:
-            StateMismatchError: The model is another one, or it is divided in another way.
+            StateMismatchError: The model is another one, or it is divided into other blocks.
         """
         shards = [self._checkpoint.peek(_PARTICIPANT, rank=rank) for rank in range(len(self.cut.shards))]
         saved = shards[0]["blocks"]
@@ -139,8 +139,8 @@ class CutStore:
     """The checkpoints of one training.
 
     Args:
-        root: Local directory or URL that holds nothing else; all machines see the same.
-        storage_options: For fsspec.
+        root: Local directory or URL that contains nothing else; shared by all machines.
+        storage_options: Options for fsspec.
     """
 
     def __init__(self, root: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
@@ -153,19 +153,19 @@ class CutStore:
     # ---- starting ----------------------------------------------------------------------------------------------------
 
     def claim_generation(self, generation: int | None = None) -> int:
-        """A number that no start of this training had before, and none will have again.
+        """Return the generation of this start of the training: a number that no other start has or will have.
 
         Args:
-            generation: The number, where the caller counts the starts. None finds one, which needs a filesystem.
+            generation: The number, if the caller counts the starts. None claims a new one, which needs a filesystem.
 
         Raises:
-            CheckpointError: The root is an object store, not all of which can claim a name; or the number does not
-                grow, so that older checkpoints would be taken for newer ones.
+            CheckpointError: The root is an object store, where a name cannot be claimed in general; or the number is
+                not larger than earlier ones, so that older checkpoints would be taken for newer ones.
         """
         grows = "pass generation=, a number that grows with each start of the whole training"
         if generation is None and self._saves.is_remote:
             raise CheckpointError("a generation can only be claimed on a filesystem", path=self.root, remedy=grows)
-        # Of a copy of the checkpoints alone, only their names tell which generations there were.
+        # In a copy of the checkpoints alone, only their names show which generations there were.
         known = {number[0] for path in self._saves.directories() if (number := _number(path)) is not None}
         if generation is not None:
             if generation <= (newest := max(known, default=generation - 1)):
@@ -185,17 +185,17 @@ class CutStore:
                 return generation
 
     def clean(self) -> None:
-        """Delete what dead processes left unfinished."""
+        """Delete unfinished checkpoints of dead processes."""
         self._catalog.prune()
 
     def committed(self) -> list[str]:
-        """Paths of the committed checkpoints, the newest first."""
+        """Return the paths of the committed checkpoints, the newest first."""
         return newest_first(self._catalog.paths())
 
     def newest(self) -> CutCheckpoint | None:
-        """The newest checkpoint all of whose bytes verify, open; None where nothing was ever committed.
+        """Open the newest checkpoint whose bytes all verify; return None if none was ever committed.
 
-        Each damaged one is named in a warning, and is not deleted by :meth:`prune`.
+        Each damaged checkpoint is warned about, and is not deleted by :meth:`prune`.
 
         Raises:
             CheckpointCorruptedError: There are checkpoints, and none verifies.
@@ -220,9 +220,9 @@ class CutStore:
         return checkpoint
 
     def _found(self) -> list[str]:
-        """Paths of all that was committed, the newest first, also where the manifest is missing now."""
+        """Return the paths of all checkpoints ever committed, the newest first, even if the manifest is missing now."""
         if self._saves.is_remote:
-            return self.committed()  # there, a directory without a manifest may be one that was never committed
+            return self.committed()  # in a store, a directory without a manifest may never have been committed
         return newest_first(self._saves.directories())
 
     def _verify(self, path: str) -> None:
@@ -230,17 +230,17 @@ class CutStore:
             checkpoint.verify()
 
     def open(self, path: str) -> CutCheckpoint:
-        """The committed checkpoint at ``path``."""
+        """Open the committed checkpoint at ``path``."""
         return CutCheckpoint(self._checkpointer.load(path))
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def path(self, generation: int, snapshot_id: int) -> str:
-        """Where a snapshot becomes a checkpoint; its name is in the order of the training's life."""
+        """Return the path of a snapshot's checkpoint; names sort in the order of the snapshots, over all starts."""
         return f"{self.root}/cut-{generation:06d}-{snapshot_id:08d}"
 
     def reserve(self, generation: int, snapshot_id: int) -> None:
-        """Create the directory of a snapshot; until :meth:`commit` or :meth:`discard` it is kept."""
+        """Create the directory of a snapshot, which no clean-up deletes until :meth:`commit` or :meth:`discard`."""
         self._saves.begin(self.path(generation, snapshot_id), _save_id(generation, snapshot_id))
 
     def write(
@@ -259,15 +259,15 @@ class CutStore:
 
         Args:
             generation: Number of this start of the training.
-            snapshot_id: What it belongs to.
-            rank: The participant's place: first the shards and then the workers, in the order of the cut that is
+            snapshot_id: The snapshot that the files belong to.
+            rank: The participant's rank: first the shards and then the workers, in the order of the cut that is
                 committed.
             world_size: Number of participants.
-            incarnation: Life of the participant; it is in the files' names, so that no life writes another's file.
+            incarnation: Incarnation of the participant; part of the file names, so that none overwrites another's file.
             table: All blocks of the model.
             blocks: The blocks that this participant holds.
-            participant: The rest of its state, plain data and tensors, with its ``name`` and the ``cut`` of its streams
-                as pairs of stream and count.
+            participant: The rest of its state, plain data and tensors, with its ``name``, and the ``cut`` of its
+                streams as pairs of stream and count.
         """
         parts = [
             Part(_MODEL, table.shapes, Kind.SHARDED),
@@ -285,12 +285,12 @@ class CutStore:
         return json.dumps([participant["name"], participant["cut"], report])
 
     def commit(self, cut: ConsistentCut, reports: Sequence[str]) -> tuple[str, int]:
-        """Write the manifest: from now on it is a checkpoint.
+        """Write the manifest, which makes the snapshot a checkpoint.
 
         Args:
-            cut: What it is of. Its workers must be in the order of the ranks; a :class:`SnapshotCoordinator` has them
-                in the order in which they said hello, so give ``dataclasses.replace(cut, workers=...)``.
-            reports: What :meth:`write` returned: of the shards and then of the workers, in the order of the ranks.
+            cut: The cut of the snapshot. Its workers must be in the order of the ranks; a :class:`SnapshotCoordinator`
+                has them in the order in which they said hello, so pass ``dataclasses.replace(cut, workers=...)``.
+            reports: The results of :meth:`write`: of the shards and then of the workers, in the order of the ranks.
 
         Returns:
             The checkpoint's path, and its size in bytes.
@@ -309,16 +309,16 @@ class CutStore:
             return path, checkpoint.size
 
     def discard(self, generation: int, snapshot_id: int) -> None:
-        """Delete what was written for a snapshot that was given up."""
+        """Delete the files of a snapshot that was given up."""
         self._saves.discard(self.path(generation, snapshot_id), _save_id(generation, snapshot_id))
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest committed checkpoints.
 
-        What :meth:`newest` has passed over, now or at an earlier start of the training, is neither counted nor deleted.
+        Checkpoints that :meth:`newest` has passed over, now or at an earlier start, are neither counted nor deleted.
 
         Args:
-            keep: How many stay. Where it is 1, the newest is read and verified before the one before it goes.
+            keep: How many to keep. If it is 1, the newest is read and verified before the previous one is deleted.
         """
         good = [path for path in self.committed() if os.path.basename(path) not in self._passed_over]
         if keep == 1 and len(good) > 1:
@@ -333,7 +333,7 @@ class CutStore:
 
 
 def _held(table: BlockTable, blocks: Mapping[str, torch.Tensor]) -> Callable[[str, torch.Tensor], LocalTensor]:
-    """What a shard that holds these blocks has of each parameter in ``table.shapes``."""
+    """Return a function that describes, for each parameter in ``table.shapes``, which pieces are in these blocks."""
     pieces: dict[int, list[Piece]] = {id(tensor): [] for tensor in table.shapes.values()}
     for name, tensor in blocks.items():
         block = table.blocks[name]
@@ -347,7 +347,7 @@ def _held(table: BlockTable, blocks: Mapping[str, torch.Tensor]) -> Callable[[st
 
 
 def _check_participants(cut: ConsistentCut, names: Sequence[str], cuts: Sequence[Any], path: str) -> None:
-    """Compare what the participants say of themselves, in the order of their ranks, with the cut."""
+    """Compare the names and streams that participants have saved, in the order of their ranks, with the cut."""
     expected = (*cut.shards, *cut.workers)
     if tuple(names) != expected:
         raise InconsistentCutError(
@@ -363,13 +363,13 @@ def _check_participants(cut: ConsistentCut, names: Sequence[str], cuts: Sequence
 
 
 def _number(path: str) -> tuple[int, int] | None:
-    """Generation and snapshot of a checkpoint, by its name."""
+    """Return generation and snapshot ID of a checkpoint, from its name; None if it has another name."""
     match = _NAME.fullmatch(os.path.basename(path))
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def newest_first(paths: Iterable[str]) -> list[str]:
-    """Sort checkpoints by their names; leave out what has another name."""
+    """Return the paths of checkpoints, the newest first, by their names; leave out other paths."""
     found = [(number, path) for path in paths if (number := _number(path)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 

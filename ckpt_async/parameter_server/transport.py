@@ -1,4 +1,4 @@
-"""How frames get from one process to another: over sockets, or over anything that implements :class:`Transport`."""
+"""Transport of frames between processes: over sockets, or any other implementation of :class:`Transport`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpt_core.paths import StrPath
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 2.0
-_LINGER = 10.0  # seconds without progress after which what is still to be sent at the end is given up
+_LINGER = 10.0  # seconds without progress after which close() gives up frames that are not sent yet
 
 
 class PeerLostError(CheckpointError):
@@ -30,11 +30,11 @@ class PeerLostError(CheckpointError):
 
 
 class Peer(NamedTuple):
-    """Who has sent something.
+    """The sender of a frame.
 
     Attributes:
-        name: The participant.
-        instance: Which process of that name; empty where that is not known.
+        name: Name of the participant.
+        instance: ID of the process that has this name; empty if that is not known.
     """
 
     name: str
@@ -45,13 +45,13 @@ Handler = Callable[[Peer, Frame], "Frame | None"]
 
 
 class Transport(Protocol):
-    """What participants need of a network. Frames may be reordered, duplicated and delayed.
+    """The interface of a network for participants. Frames may be reordered, duplicated and delayed.
 
-    What is lost must be said by ``on_lost``.
+    If frames of a process are lost, ``on_lost`` must be called.
 
     Attributes:
         name: This participant's name.
-        address: Where others reach it; goes with its name to :meth:`connect` of others.
+        address: Where other participants reach it; they pass it, with the name, to their :meth:`connect`.
     """
 
     name: str
@@ -61,49 +61,49 @@ class Transport(Protocol):
         """Begin to receive.
 
         Args:
-            handler: Called, on any thread, with each frame that arrives; returns the answer if one was asked for.
-            on_lost: Called when a process that has spoken to this one is gone.
+            handler: Called, on any thread, with each frame that arrives; returns the answer if it is a request.
+            on_lost: Called when a process with which this one communicates is gone.
         """
 
     def connect(self, name: str, address: str) -> None:
-        """Say where a participant is reached; again when it has moved."""
+        """Set the address of a participant; called again when it has moved."""
 
     def send(self, to: str, frame: Frame) -> None:
-        """Send without waiting; what cannot be delivered is dropped."""
+        """Send a frame without waiting; a frame that cannot be delivered is dropped."""
 
     def request(self, to: str, frame: Frame) -> Future[Frame]:
-        """Send, and give the answer; :class:`PeerLostError` if there will be none."""
+        """Send a frame, and return a future of the answer, or of :class:`PeerLostError` if there will be none."""
 
     def close(self) -> None:
-        """Stop, after what was given to :meth:`send` has left."""
+        """Stop, after the frames passed to :meth:`send` were sent."""
 
 
 class SocketTransport:
     """Frames over TCP, without pickle.
 
-    Both sides of a connection must know one secret. Nothing is encrypted: use it where nobody can read or change what
-    others send.
+    Both sides of a connection must know the shared secret. Nothing is encrypted: use it only in a network in which no
+    other user can read or change packets.
 
     Args:
         name: This participant's name.
-        listen: ``host:port`` to listen at, ``[host]:port`` for IPv6; port 0 takes a free one.
-        advertise: Host, or ``host:port``, that others connect to, where it is not that of ``listen``: as with
+        listen: ``host:port`` to listen on, ``[host]:port`` for IPv6; port 0 takes a free one.
+        advertise: Host, or ``host:port``, to which other participants connect, if it differs from ``listen``: as with
             ``0.0.0.0``.
-        secret: What all processes of the training share, of at least 16 characters, or as a :class:`~pathlib.Path` the
-            file it is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names;
-            without them a file of this user's (mode 600), which is enough where all processes are on one machine and
-            listen at its loopback interface.
+        secret: The secret that all processes of the training share, at least 16 characters, or a
+            :class:`~pathlib.Path` of the file with it. None: the environment variable ``CKPT_SECRET``, or the file that
+            ``CKPT_SECRET_FILE`` names; without these, a file of this user (mode 600), which is enough if all processes
+            are on one machine and listen on its loopback interface.
         connect_timeout: Seconds to wait for a participant that does not listen yet.
-        silence_timeout: Seconds, at least 6, after which a process that gives no sign of life while it owes an answer
-            is taken for lost. One that works on a long answer does give signs; one that was stopped, or whose machine
-            is gone, does not.
+        silence_timeout: Seconds, at least 6, after which a process that sends no sign of life while it owes an answer
+            is taken for lost. A process that works on a long answer does send signs of life; one that was stopped, or
+            whose machine is gone, does not.
 
     Attributes:
-        address: Where others reach it.
+        address: Where other participants reach it.
 
     Raises:
         CheckpointError: Other machines can connect, and there is no secret.
-        ValueError: An address is not one, or nobody could reach it; or ``silence_timeout`` is too short.
+        ValueError: An address is invalid or cannot be reached by others; or ``silence_timeout`` is too short.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class SocketTransport:
             return made
 
     def report_lost(self, peer: Peer) -> None:
-        """Say that a process is gone; unless this one is."""
+        """Call ``on_lost`` for a process that is gone, unless this transport is closed."""
         if not self._closed.is_set():
             try:
                 self._on_lost(peer)
@@ -252,14 +252,14 @@ class SocketTransport:
             self.report_lost(peer)
 
     def _beat(self) -> None:
-        """Give signs of life to those who wait for an answer, now and then."""
+        """Send signs of life, every few seconds, on connections whose other side waits for an answer."""
         if time.monotonic() < self._beat_due:
             return
         self._beat_due = time.monotonic() + _BEAT_SECONDS
         with self._lock:
             busy = [incoming for incoming in self._inbound if incoming.is_busy]
         for incoming in busy:
-            if incoming.lock.acquire(blocking=False):  # else the answer itself is being sent
+            if incoming.lock.acquire(blocking=False):  # if it is held, the answer itself is being sent
                 try:
                     if incoming.is_busy:
                         incoming.give_sign()
@@ -268,11 +268,11 @@ class SocketTransport:
 
 
 class _Inbound(Connection):
-    """A connection that another process has made."""
+    """A connection that another process has made to this one."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
-        self.lock = threading.Lock()  # held to send
+        self.lock = threading.Lock()  # held while sending
         self.is_busy = False
 
     def frame_begins(self) -> None:
@@ -280,7 +280,7 @@ class _Inbound(Connection):
 
 
 class _Outbound(Connection):
-    """Frames to one participant: a queue of those to write, and the answers that come back."""
+    """A connection to another participant: a queue of frames to write, and the answers that come back."""
 
     def __init__(self, name: str, address: str, transport: SocketTransport) -> None:
         self.name = name
@@ -307,7 +307,7 @@ class _Outbound(Connection):
         return number, future
 
     def put(self, data: bytearray) -> None:
-        if self._why_lost is not None:  # perhaps it was never reached, and nobody has waited for an answer yet
+        if self._why_lost is not None:  # it may have failed before any request, so that no future got the error
             raise self._lost_by(self._why_lost)
         self._queue.put(data)
 
@@ -330,12 +330,12 @@ class _Outbound(Connection):
             self.socket.close()
 
     def finish(self) -> None:
-        """Let go after what is in the queue."""
+        """Close the connection after the frames in the queue were written."""
         self._dropped.set()
         self._queue.put(None)
 
     def drop(self) -> None:
-        """Let go at once."""
+        """Close the connection at once."""
         self._dropped.set()
         self._fail(ConnectionError("it has moved"))
 
@@ -355,7 +355,7 @@ class _Outbound(Connection):
         self._silent_seconds = 0.0
 
     def nothing_came(self, seconds: float) -> None:
-        # Counted, and not taken from a clock: this process may have been stopped itself.
+        # Counted instead of taken from a clock, because this process may itself have been stopped meanwhile.
         is_ending = self._dropped.is_set()
         self._silent_seconds = self._silent_seconds + seconds if self._expected or is_ending else 0.0
         longest = min(_LINGER, self._transport.silence_timeout) if is_ending else self._transport.silence_timeout
