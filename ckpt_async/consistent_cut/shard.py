@@ -263,7 +263,7 @@ class CutShard(CutMember):
         snapshot.order = self._order.copy()
 
     def _add_to_copy(self, snapshot: _Snapshot, piece: Piece) -> None:
-        """Add a piece to the snapshot that was under way at the cut."""
+        """Add to the snapshot a piece that was under way at the cut."""
         header, _ = piece
         self._fold(snapshot, piece)
         snapshot.pieces[header.update.stream] += 1

@@ -72,7 +72,7 @@ class StepGate:
                 checkpointer.save(parts, path)
     """
 
-    _opening = threading.Lock()  # of the class: gates are pickled
+    _opening = threading.Lock()  # on the class, because gates are pickled and locks cannot be
 
     def __init__(self, workers: int) -> None:
         if workers < 1:
@@ -204,7 +204,7 @@ class GatedWorker:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose one step, all code that changes the shared model; waits at its begin while the model is saved.
+        """Enclose one step, all code that changes the shared model; wait at its start while the model is saved.
 
         Raises:
             CheckpointError: The previous step ended with an exception, so the shared model may hold a part of it.

@@ -166,7 +166,7 @@ class ParameterClient(Participant):
         return next_update(self.position, self._batches)
 
     def updates(self) -> Iterator[UpdateId]:
-        """Yield all updates from here on, each after the previous one was pushed; raise if that was not."""
+        """Yield all updates from here on; raise if the previous one was not pushed before the next is requested."""
         while (update := self.upcoming) is not None:
             yield update
             if self.upcoming == update:

@@ -369,7 +369,7 @@ class _Outbound(Connection):
             expected, self._expected = self._expected, {}
         self._queue.put(None)
         if self._is_open:
-            with contextlib.suppress(OSError):  # the other of the two threads may be waiting for it
+            with contextlib.suppress(OSError):  # wakes the other thread of the connection, which may wait in it
                 self.socket.shutdown(socket.SHUT_RDWR)
         for future in expected.values():
             future.set_exception(self._lost_by(cause))

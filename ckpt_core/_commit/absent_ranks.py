@@ -24,7 +24,7 @@ from ckpt_core._commit.tcp_store import TimedStore, seal
 from ckpt_core.errors import RankFailedError
 
 _SLEEP = datetime.timedelta(days=1)
-_REMEMBERED = 64  # how many meetings a rank has joined, or passed over, it remembers
+_REMEMBERED = 64  # how many joined meetings, and how many passed over, a rank remembers
 _ANSWER_SECONDS = 5.0  # these answers are not worth a longer wait
 _PAUSE_WITHOUT_CLONE = 0.25  # seconds
 
@@ -145,7 +145,7 @@ class Progress:
         return {rank for rank, (over, answered) in self._reports().items() if not over and answered < question}
 
     def crashed(self, question: int) -> set[int]:
-        """Return the other ranks that have not answered a question, or are over, and were not told to end."""
+        """Return the other ranks that have ended, or not answered a question, although no signal told them to end."""
         gone = {rank for rank, (over, answered) in self._reports().items() if over or answered < question}
         return {rank for rank in gone - {self._rank} if self._client is None or not self._client.has(f"told/{rank}")}
 

@@ -122,7 +122,7 @@ class Meeting:
             self._closed = True
             self._changed.notify_all()
         self._asked.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():  # in a finalizer
+        if self._thread is not None and self._thread is not threading.current_thread():  # a finalizer may run on it
             self._thread.join(timeout=1.0)
 
     def _taken(self) -> list[str]:

@@ -258,7 +258,7 @@ class JointSave:
             keys = [self._key(f"report/{rank}") for rank in awaited]
             if not keys or store.wait(keys, max(0.0, min(wait, left))):
                 return awaited, absent
-            if self._absent is not None:  # a rank that has begun takes part, even if it is in the result
+            if self._absent is not None:  # a rank that has begun takes part, even if absent() returns it
                 absent |= {rank for rank in self._absent() if not store.has(self._key(f"begun/{rank}"))}
             dead = self._series.dead() - absent
             if left <= wait or any(self._lacks(store, rank) for rank in awaited if rank in dead):

@@ -108,7 +108,7 @@ def forget(ended: Latch) -> None:
 def wait_for_saves(path: str, *, below: bool = False) -> None:
     """Wait until this process has no save under way of the checkpoint at a local path or URL, or in that directory.
 
-    With ``below``, saves at any depth below it count, too. A failure of a save is not raised here, but to its caller.
+    With ``below``, saves at any depth below it count, too. A failure of the save is not raised here.
     """
     if not _saves or getattr(_thread, "is_free", False):
         return

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
-_SILENT = 2.0  # seconds
-_SELDOM = 60.0  # seconds between two lines at most
+_SILENT = 2.0  # seconds before the first line
+_SELDOM = 60.0  # longest interval between two lines, in seconds
 
 
 def warn(message: str, *, stacklevel: int = 1) -> None:
@@ -53,7 +53,7 @@ def _handlers_of(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 class Progress:
     """Reports the progress of a long operation: first after two seconds, then at growing intervals, up to a minute.
 
-    ``say`` is called with the amount of the ``total`` that is done, and the seconds since the begin.
+    ``say`` is called with the amount of the ``total`` that is done, and the seconds since the start.
     """
 
     def __init__(self, total: int, say: Callable[[int, float], None]) -> None:

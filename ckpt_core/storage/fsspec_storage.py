@@ -157,8 +157,8 @@ class _FsspecReader(FileReader):
 class FsspecStorage(Storage):
     """A store reached through fsspec.
 
-    Uploads to S3 and Azure go in parts of 16 MiB, several at a time; to GCS in one resumable upload; to any other store
-    in one call. Requests that fail transiently are retried.
+    Uploads to S3, Azure and GCS go in parts of 16 MiB or more, several at a time if obstore makes them; to any other
+    store in one call. Requests that fail transiently are retried.
     """
 
     #: An unfinished upload is an orphan if no part was added to it for this long.

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 LEASE_PREFIX = ".ckpt-lease-"
 RENEW_SECONDS = 15.0
-ALIVE_SECONDS = 60.0  # a lease that was not written for so long is that of a dead process
+ALIVE_SECONDS = 60.0  # a lease that was not written for so long counts as that of a dead process
 _ASK_AGAIN_SECONDS = 2.0  # between two checks while it is unknown whether another job is alive
 _SECONDS_TO_END = 10.0
 

@@ -128,7 +128,7 @@ def _refuse_working_directory(path: str, does: str, remedy: str) -> None:
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        return  # deleted meanwhile
+        return  # the working directory was deleted
     directory = os.path.realpath(path)
     if os.path.isdir(path) and os.path.commonpath([os.path.realpath(here), directory]) == directory:
         raise StorageError(f"{does} the directory in which this process works", path=path, remedy=remedy)

@@ -97,8 +97,7 @@ class StagingDirectories:
                 break
         with contextlib.suppress(OSError):
             if descriptor != -1:
-                # Closing alone would leave the lock with forked workers of a data loader, which have the descriptor,
-                # too.
+                # Closing alone would leave the lock with forked data loader workers, which have the descriptor, too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -163,7 +163,7 @@ class ObstoreClient:
 
 @contextlib.contextmanager
 def _incomplete_answers() -> Iterator[None]:
-    """Raise :class:`IncompleteAnswerError` for truncated or foreign answers, after which obstore does not retry."""
+    """Raise :class:`IncompleteAnswerError` for answers, truncated or not the store's, that obstore has not retried."""
     try:
         yield
     except Exception as error:

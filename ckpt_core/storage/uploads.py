@@ -93,7 +93,7 @@ class _PartWriter(FileWriter):
 
 
 class ObstoreWriter(_PartWriter):
-    """Uploads one object through obstore, in parts, from a few buffers of its own."""
+    """Uploads one object through obstore, in parts, from a few reused buffers."""
 
     def __init__(
         self,
@@ -381,7 +381,7 @@ def uploads_begun(filesystem: Any, path: str, seconds: float) -> Iterator[dict[s
 def _uploads(
     filesystem: Any, bucket: str, prefix: str
 ) -> Iterator[tuple[dict[str, str], datetime.datetime, datetime.datetime]]:
-    """Yield uploads of objects whose keys begin with ``prefix``: identifying arguments, begin, and the store's time."""
+    """Yield uploads of objects whose keys begin with ``prefix``: identifying arguments, start, and the store's time."""
     more: dict[str, str] = {}
     while True:
         page = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)

@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: Where Linux has a filesystem in memory.
+#: Mount point of the in-memory filesystem on Linux.
 MEMORY_ROOT = "/dev/shm"
 _RECORD = "run.json"
 _LONGEST_NAME = 60
-_ATTEMPTS = 10  # at making directories, which other runs may delete when they end, or a clean-up
+_ATTEMPTS = 10  # how often to try to make directories, which an ending run or a clean-up may delete
 
 
 class MemoryTier:
@@ -373,7 +373,7 @@ def runs_in_memory(root: StrPath = MEMORY_ROOT) -> Sequence[RunInMemory]:
             directory = f"{home}/{entry}"
             size = sum(_bytes_of(f"{at}/{name}") for at, _, names in os.walk(directory) for name in names)
             run = RunInMemory(directory, str(_read(directory).get("run", "")), size, _is_locked(directory))
-            if os.path.lexists(directory):  # it may have ended
+            if os.path.lexists(directory):  # the run may have ended meanwhile
                 found.append(run)
     return found
 

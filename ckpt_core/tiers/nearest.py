@@ -34,7 +34,7 @@ _DAMAGED: set[tuple[str, Identity]] = set()
 
 
 class TieredStorage(Storage):
-    """Two tiers as one storage. It accepts paths of either tier; listings have paths of the tier that was asked for."""
+    """Two tiers as one storage. It accepts paths of either tier, and lists paths in the tier of the given directory."""
 
     def __init__(
         self, tiers: Tiers, *, local: Storage | None = None, storage_options: dict[str, Any] | None = None

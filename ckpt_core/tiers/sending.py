@@ -52,7 +52,7 @@ class Sender:
     def send(self, path: str, say: Callable[[int, int, float], None]) -> int | None:
         """Upload a checkpoint, by its local path, and return its size in bytes; None if there is nothing to upload.
 
-        If it takes long, ``say`` is called now and then with the bytes sent, the total bytes, and the seconds so far.
+        If it takes long, ``say`` is called repeatedly with the bytes sent, the total bytes, and the seconds so far.
         If it fails, an earlier upload of that name is untouched.
         """
         identity = identity_of(path)
