@@ -1,8 +1,8 @@
-"""The private parts of Lightning between two batches, and its signal handlers.
+"""Wraps the private parts of Lightning that run between two batches, and its signal handlers.
 
-No hook of a callback is called when a batch is over with all that belongs to it, a validation for instance, and a
-plugin has no hooks at all. Handlers of signals are methods of a private object that are registered after ``setup``:
-what stands on the object by then is what is registered. :func:`lightning_ckpt._private.guard.missing_boundaries` finds
+No callback hook is called when a batch and all that follows it, such as a validation, is over, and a plugin has no
+hooks at all. Signal handlers are methods of a private object and are registered after ``setup``: if they were replaced
+on the object by then, the replacements are registered. :func:`lightning_ckpt._private.guard.missing_boundaries` finds
 out if a release of Lightning has moved one; the names are the same in 2.5 to 2.7 and in both packages.
 """
 
@@ -20,9 +20,9 @@ class TrainerBoundaries:
 
     Args:
         trainer: A Trainer of either package, before it registers its signal handlers.
-        registering: Called when it is about to.
-        reached: Called at each boundary with its position, which grows: after each batch and all that follows it, after
-            each batch of a validation, test or prediction and at the end of them, and after ``on_train_end``.
+        registering: Called just before it registers them.
+        reached: Called at each boundary with its position, which increases: after each batch and all that follows it,
+            after each batch of a validation, test or prediction and at their end, and after ``on_train_end``.
         ending: Called when training is over, before ``on_train_end``.
         closing: Called when the Trainer is torn down, also after an exception.
 
@@ -69,12 +69,12 @@ class TrainerBoundaries:
 
     @property
     def _is_trial(self) -> bool:
-        callbacks = self._trainer.callbacks  # a tuner puts its own, or none, in their place
+        callbacks = self._trainer.callbacks  # a tuner replaces them with its own, or with none
         return bool(self._callbacks) and not any(ours is one for ours in self._callbacks for one in callbacks)
 
     def _after_evaluation_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if not self._trainer.sanity_checking and not self._is_trial:  # in the first, nothing has begun, and it is short
+        if not self._trainer.sanity_checking and not self._is_trial:  # a sanity check is short, and precedes training
             self._evaluated += 1
             self._reached((self._batches, self._evaluated))
         return result
@@ -110,7 +110,7 @@ class TrainerBoundaries:
         return getattr(requeue, "name", None)
 
     def instead_of_requeue(self, note: Callable[[], None]) -> Callable[[], None]:
-        """Let the handler of SLURM's requeue signal call ``note``; return what the handler would have done."""
+        """Make the handler of SLURM's requeue signal call ``note``; return a function that does what it did before."""
         requeue = self._connector._slurm_sigusr_handler_fn
         signum: list[Any] = []
 
@@ -122,9 +122,9 @@ class TrainerBoundaries:
         return lambda: requeue(*(signum or [None]), None)
 
     def instead_of_terminate(self, note: Callable[[], None]) -> Callable[[int], None]:
-        """Let the handler of SIGTERM call ``note``; return what then ends the run, on the ranks that call it.
+        """Make the handler of SIGTERM call ``note``; return a function that then ends the run on the calling rank.
 
-        That takes the exit status of the process, unless somebody catches Lightning's exception.
+        That function takes the exit status with which the process ends, unless user code catches Lightning's exception.
         """
 
         def handler(number: Any, frame: Any) -> None:
@@ -148,9 +148,9 @@ NO_EXCEPTIONS = "ranks that Lightning forks or spawns tell no callback of an exc
 
 
 def forks_or_spawns(strategy: Any) -> bool:
-    """Return whether Lightning starts the ranks within its own call: it tells none of their callbacks of an exception.
+    """Return whether Lightning forks or spawns the ranks itself: then it never calls ``on_exception`` of callbacks.
 
-    No public name tells the launchers of ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` from that of ``ddp``.
+    No public name distinguishes the launchers of ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` from that of ``ddp``.
     """
     kinds = type(getattr(strategy, "launcher", None)).__mro__
     return any(kind.__name__ == "_MultiProcessingLauncher" for kind in kinds)

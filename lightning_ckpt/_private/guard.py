@@ -1,4 +1,4 @@
-"""The guard of the private names: one clear error at the start of a fit instead of a traceback in the middle of it."""
+"""Checks that Lightning has the private names that we use: one clear error at the start of a fit instead of a crash."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def missing_internals(trainer: Any) -> list[str]:
 
 
 def missing_boundaries(trainer: Any) -> list[str]:
-    """Return the attributes between two batches and of the signal handlers that the Trainer does not have."""
+    """Return the private attributes used between batches and for signals that the Trainer does not have."""
     return _missing(trainer, _BOUNDARIES)
 
 
@@ -130,7 +130,7 @@ def _missing(trainer: Any, wanted: Iterable[tuple[str, tuple[str, ...]]]) -> lis
 
 
 def check(trainer: Any) -> None:
-    """Make sure that this release of Lightning is built as we know it: with any other, exact resume is not possible."""
+    """Raise ``CheckpointError`` if this release of Lightning lacks a private name that exact resume needs."""
     missing = missing_internals(trainer)
     if missing:
         package = importlib.import_module(type(trainer).__module__.partition(".")[0])
@@ -141,7 +141,7 @@ def check(trainer: Any) -> None:
 
 
 def check_callback(callback: Any) -> None:
-    """Make sure that ``ModelCheckpoint`` is built as we know it: some of what it does in private, we do."""
+    """Raise ``CheckpointError`` if ``ModelCheckpoint`` lacks a private method that we override or call."""
     missing = [name for name in _MODEL_CHECKPOINT if not hasattr(callback, name)]
     if missing:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Calls of ours before functions of Lightning that have no hook, where one of our objects was made.
+"""Hooks that Lightning lacks: wraps its functions for all Trainers and Fabrics once one of our objects is created.
 
 Nothing is replaced in a program that only has this package installed, or only imports it.
 """
@@ -20,19 +20,19 @@ _Call = Callable[[Any], None]
 
 
 def before_setup(call: _Call) -> None:
-    """Let every Trainer call ``call(trainer)`` when its processes are connected, before ``setup`` hooks and any load.
+    """Make every Trainer call ``call(trainer)`` when its processes are connected, before ``setup`` hooks and any load.
 
-    A callback has such a hook, a ``CheckpointIO`` has none. ``call`` is always the same function: a second time does
-    nothing, as for all that follow here. A release of Lightning that is built in another way is a ``CheckpointError``.
+    A callback has such a hook, a ``CheckpointIO`` has none. Registering the same ``call`` again does nothing, as for
+    all functions below. Raises ``CheckpointError`` if this release of Lightning lacks the wrapped function.
     """
     for package in _trainers():
         _call_first(importlib.import_module(f"{package}.trainer.call"), "_call_setup_hook", call, package)
 
 
 def before_launches(call: Callable[[Any, Any], None]) -> None:
-    """Let every Trainer call ``call(trainer, ckpt_path)`` when it is to fit for the first time.
+    """Make every Trainer call ``call(trainer, ckpt_path)`` before its first fit.
 
-    It has launched no other process then. Trial fits of Lightning's tuners and ``fast_dev_run`` do not count.
+    It has launched no other process by then. Trial fits of Lightning's tuners and ``fast_dev_run`` do not count.
     """
 
     def launch(original: Callable[..., Any], trainer: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,9 +46,9 @@ def before_launches(call: Callable[[Any, Any], None]) -> None:
 
 
 def for_directories(load: Callable[..., dict[str, Any]]) -> None:
-    """Let every ``load_from_checkpoint`` call ``load`` for a path that Lightning cannot open because it is no file.
+    """Make every ``load_from_checkpoint`` call ``load`` for a path that Lightning cannot open because it is no file.
 
-    Lightning opens the path itself, without asking a plugin. Where ``load``, which takes the path, ``map_location`` and
+    Lightning opens the path itself, without calling a plugin. If ``load``, which takes the path, ``map_location`` and
     ``weights_only``, finds no checkpoint either, Lightning's own error is raised.
     """
 
@@ -68,7 +68,7 @@ def for_directories(load: Callable[..., dict[str, Any]]) -> None:
 
 
 def before_look_ups(call: _Call) -> None:
-    """Let every Trainer call ``call(trainer)`` before it finds out what its ``ckpt_path`` is: no hook does."""
+    """Make every Trainer call ``call(trainer)`` before it resolves its ``ckpt_path``, for which there is no hook."""
 
     def select(original: Callable[..., Any], connector: Any, *args: Any, **kwargs: Any) -> Any:
         call(connector.trainer)
@@ -78,13 +78,13 @@ def before_look_ups(call: _Call) -> None:
 
 
 def without_a_path(find: Callable[[Any], list[str | None]], is_ahead: Callable[[Any], bool]) -> None:
-    """Let every Trainer ask ``find(trainer)`` what a ``fit`` without ``ckpt_path`` resumes from.
+    """Make every Trainer call ``find(trainer)`` to learn what a ``fit`` without ``ckpt_path`` resumes from.
 
-    It returns an empty list if it has nothing to say, else one with the path, None for a fresh start. There is a public
-    ``trainer.ckpt_path`` to set, but Lightning then warns about every path that a user gives. Nobody is asked by a
-    Trainer that has trained already, whose state is further than any checkpoint, by ``fast_dev_run``, and by the trial
-    fits of Lightning's tuners. ``is_ahead(trainer)`` says whether it has only resumed, from a checkpoint of a later
-    fit.
+    ``find`` returns an empty list to leave the choice to Lightning, else a list of the path, or of None for a fresh
+    start. The public ``trainer.ckpt_path`` could be set instead, but Lightning then warns about every path that a user
+    gives. ``find`` is not called for a Trainer that has already trained, whose state is newer than any checkpoint (but
+    it is if ``is_ahead(trainer)``: the Trainer only resumed, from a checkpoint of a later fit), for ``fast_dev_run``,
+    or for trial fits of Lightning's tuners.
     """
 
     def select(
@@ -99,10 +99,10 @@ def without_a_path(find: Callable[[Any], list[str | None]], is_ahead: Callable[[
 
 
 def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
-    """Let every Trainer ask ``choose(trainer)`` what its first ``fit`` resumes from, whatever its ``ckpt_path`` is.
+    """Make every Trainer call ``choose(trainer)`` for what its first ``fit`` resumes from, whatever its ``ckpt_path``.
 
-    What Lightning and its loggers write by themselves goes to the directory ``root``, for which there is no setter.
-    Whoever was asked before is not asked, so call it again when others may be.
+    Files that Lightning and its loggers write go to the directory ``root``, for which there is no setter. Functions
+    that were registered before are no longer called for it; call this again after others may have been registered.
     """
 
     def select(original: Callable[..., Any], connector: Any, state_fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
 
 
 def with_devices(number: int) -> None:
-    """Let every Trainer that is made from now on have so many devices, whatever it is given."""
+    """Make every Trainer that is created from now on use ``number`` devices, whatever its arguments."""
 
     def make(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **{**kwargs, "devices": number})
@@ -131,7 +131,7 @@ def _is_a_first_start(trainer: Any) -> bool:
 
 
 def before_saves_of_fabric(call: _Call) -> None:
-    """Let every Fabric call ``call(fabric)`` before it saves or loads, which all ranks do together."""
+    """Make every Fabric call ``call(fabric)`` before it saves or loads, which all ranks do together."""
     for base in CheckpointIOBase.__bases__:
         package = base.__module__.partition(".plugins")[0]
         for name in ("save", "load", "load_raw"):
@@ -160,7 +160,7 @@ def _call_first(owner: Any, name: str, call: _Call, package: str) -> None:
 def _wrap_once(
     owner: Any, name: str, around: Callable[..., Any], package: str, key: object, *, comes_first: bool = False
 ) -> None:
-    """Let a function of Lightning be ``around(original, *arguments)``, once for each key; the last comes first."""
+    """Replace a function of Lightning with ``around(original, *arguments)``, once per key; the last is outermost."""
     original = getattr(owner, name, None)
     if original is None:
         raise CheckpointError(

@@ -1,9 +1,9 @@
-"""The private parts of Lightning that exact resume needs.
+"""Wraps the private parts of Lightning's loops that exact resume needs.
 
 Lightning has no public hook between "the loaders are known" and "their iterators are made", none around the fetch of a
 batch, and no way to resume in the middle of an epoch, of a batch's end or of a validation. Everything needed for that
 is here, each use with its reason. The names are the same in Lightning 2.5 to 2.7 and in both packages;
-:mod:`lightning_ckpt._private.guard` finds out at the start of a fit, with one clear error, if a release has moved one.
+:mod:`lightning_ckpt._private.guard` checks them at the start of a fit, and raises one clear error if one is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AFTER_LAST_HOOKS = ("on_batch_end", "reset_results")
 
 
 def checkpoint_directory(callback: Any, trainer: Any) -> str:
-    """Where a ``ModelCheckpoint`` keeps its files.
+    """Return the directory of a ``ModelCheckpoint``'s files.
 
     Before ``setup`` the directory may still depend on the logger, and Lightning resolves ``ckpt_path`` before
     ``setup``.
@@ -36,7 +36,7 @@ def checkpoint_directory(callback: Any, trainer: Any) -> str:
 
 
 def resume_from(trainer: Any, path: str) -> None:
-    """Let a fit whose ranks are connected, and that has restored nothing yet, resume from another checkpoint."""
+    """Make a fit resume from another checkpoint; its ranks are connected, and it has restored nothing yet."""
     connector = trainer._checkpoint_connector
     original = connector.resume_start
     replace_once(connector, "resume_start", lambda _=None, *args, **kwargs: original(path, *args, **kwargs))
@@ -49,7 +49,7 @@ def whole_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def model_averaging(strategy: Any) -> tuple[Any, Any]:
-    """Return what averages the weights of a ``DDPStrategy``, and the state of its communication hook.
+    """Return the object that averages the weights of a ``DDPStrategy``, and the state of its communication hook.
 
     The first is ``None`` until the strategy is set up for ``fit``, and where weights are not averaged; so is the second
     where there is no hook. Neither has a public name.
@@ -58,18 +58,18 @@ def model_averaging(strategy: Any) -> tuple[Any, Any]:
 
 
 def gathers_on_one_rank(strategy: Any) -> bool:
-    """Return whether a strategy collects the whole state on one rank; that it is asked for has no public name."""
+    """Return whether a strategy collects the whole state on one rank; the setting for that has no public name."""
     is_full = getattr(strategy, "_state_dict_type", None) == "full"
     return is_full or not getattr(strategy, "_save_distributed_checkpoint", True)
 
 
 def given_to(fabric: Any) -> list[Any]:
-    """Return what may be the checkpoint plugin of a Fabric: its strategy's, and its callbacks."""
+    """Return the objects that may be a Fabric's checkpoint plugin: that of its strategy, and its callbacks."""
     return [getattr(fabric.strategy, "_checkpoint_io", None), *fabric._callbacks]
 
 
 def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
-    """Let the Trainer know a checkpoint on a store, and when it was committed (Unix time), without looking for it."""
+    """Tell the Trainer of a checkpoint on a store and its commit time (Unix), so that it does not query the store."""
     connector = sys.modules[type(trainer._checkpoint_connector).__module__]
     original = connector.get_filesystem
     known: dict[str, Any] | None = getattr(original, "found_checkpoints", None)
@@ -84,30 +84,30 @@ def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
         get_filesystem.found_checkpoints = known  # type: ignore[attr-defined]
         connector.get_filesystem = get_filesystem  # type: ignore[attr-defined]
     date = datetime.datetime.fromtimestamp(modified, tz=datetime.timezone.utc)
-    # a filesystem, as far as the Trainer asks one about what was found for "last"
+    # the two methods of a filesystem that the Trainer calls for a path that was found for "last"
     known[path] = types.SimpleNamespace(exists=lambda _: True, modified=lambda _: date)
 
 
 class Internals:
-    """What exact resume needs of one Trainer."""
+    """The private parts of one Trainer that exact resume reads, sets and wraps."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.fit_loop = trainer.fit_loop
         self.epoch_loop = trainer.fit_loop.epoch_loop
         self.val_loop = trainer.fit_loop.epoch_loop.val_loop
-        # logged values live here; public are only their results
+        # holds the logged values, of which only the results are public
         self.connector = trainer._logger_connector
-        # restores checkpoints: that of a resume, and those that callbacks restore themselves
+        # restores checkpoints: the one that a fit resumes from, and those that callbacks restore themselves
         self.checkpoints = trainer._checkpoint_connector
 
     @property
     def results(self) -> Any:
-        """What ``self.log`` has collected in the running epoch, by key; public are only reduced values."""
+        """What ``self.log`` has collected in the running epoch, by key; only the reduced values are public."""
         return self.epoch_loop._results
 
     def logged(self) -> dict[str, Any]:
-        """Return what the Trainer's connector shows of logged values, and at which hook it is."""
+        """Return the logged values that the Trainer's connector holds, and its current hook."""
         return {
             "callback": dict(self.connector._callback_metrics),
             "logged": dict(self.connector._logged_metrics),
@@ -117,13 +117,13 @@ class Internals:
         }
 
     def logged_when_asked(self) -> dict[str, Any]:
-        """Return the values that :meth:`logged` would return if somebody asked for logged values now, as loggers do."""
+        """Return the values that :meth:`logged` would return if the logged metrics were read now, as loggers do."""
         found, told = self.logged(), self.results.metrics(on_step=True)
         of = {"callback": "callback", "logged": "log", "progress_bar": "pbar"}
         return {name: {**found[name], **told[key]} for name, key in of.items()}
 
     def set_logged(self, found: Mapping[str, Any]) -> None:
-        """Set what :meth:`logged` has returned."""
+        """Restore what :meth:`logged` returned."""
         self.connector._callback_metrics = found["callback"]
         self.connector._logged_metrics = found["logged"]
         self.connector._progress_bar_metrics = found["progress_bar"]
@@ -133,21 +133,21 @@ class Internals:
     # ---- hooks into the loops ----------------------------------------------------------------------------------------
 
     def before_iterators(self, call: Callable[[], None]) -> None:
-        """Call just before Lightning makes the iterators of newly loaded training loaders.
+        """Call ``call`` just before Lightning makes the iterators of newly loaded training loaders.
 
-        ``_load_combined_loader_states`` is the only thing Lightning calls between knowing the loaders and iterating
-        over them. Ours replaces it, because what Lightning does there is a part of what we do.
+        ``_load_combined_loader_states`` is the only function that Lightning calls between creating the loaders and
+        iterating over them. ``call`` replaces it, because exact resume restores the loaders' states itself.
         """
         replace(self.fit_loop, "_load_combined_loader_states", call)
 
     def around_setup(self, call: Callable[[str, Callable[[], None]], None]) -> None:
-        """Let loaders be made by ``call(name, original)``, with the name of their last epoch in :meth:`progress`."""
+        """Create loaders by ``call(name, original)``; ``name`` is the key of their reload epoch in :meth:`progress`."""
         wrap(self.fit_loop, "setup_data", functools.partial(call, "train_reload_epoch"))
         wrap(self.val_loop, "setup_data", functools.partial(call, "val_reload_epoch"))
 
     @contextlib.contextmanager
     def at(self, epoch: float, step: int | None) -> Iterator[None]:
-        """Let ``trainer.current_epoch``, if finite, and ``trainer.global_step``, if not None, be others for a while."""
+        """Set ``trainer.current_epoch``, if finite, and ``trainer.global_step``, if not None, inside the context."""
         loop = self.epoch_loop
         epochs, steps = self.fit_loop.epoch_progress.current, loop.automatic_optimization.optim_progress.optimizer.step
         counts = epochs, steps.total, loop.manual_optimization.optim_step_progress.total
@@ -162,16 +162,16 @@ class Internals:
                 count.completed = value
 
     def around_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
-        """Let the start of each epoch, which runs the hooks ``on_train_epoch_start``, be ``call(original)``.
+        """Replace the start of each epoch, which runs the hooks ``on_train_epoch_start``, with ``call(original)``.
 
-        A callback's own hook is too late to know what the hooks begin with, and too early to know what they did.
+        A callback's own hook runs too late to capture the state before these hooks, and too early for that after them.
         """
         wrap(self.fit_loop, "on_advance_start", call)
 
     def after_last_hooks(self, call: Callable[[], None]) -> None:
-        """Call when the hooks ``on_train_batch_end`` or ``on_validation_end`` have run; and at other times, too.
+        """Call ``call`` when the hooks ``on_train_batch_end`` or ``on_validation_end`` have run, and at other times.
 
-        The module's comes after those of all callbacks, and nothing else before the counters and logged values change.
+        The module's own hook runs after those of all callbacks, just before the counters and logged values change.
         """
 
         def then(original: Callable[[], None]) -> None:
@@ -184,7 +184,7 @@ class Internals:
     def around_validation(
         self, before: Callable[[], None], over: Callable[[], None], after: Callable[[], None]
     ) -> None:
-        """Call before each validation inside ``fit``, when it is over but its last hooks have not run, and after it.
+        """Call ``before`` each validation inside ``fit``, ``over`` before its last hooks run, and ``after`` all of it.
 
         ``on_validation_start`` is too late: the iterators of the loaders are made before it.
         """
@@ -203,7 +203,7 @@ class Internals:
         wrap(self.val_loop, "_on_evaluation_end", end)
 
     def around_loops(self, load: Callable[[Callable[[], None]], None], run: Callable[[Callable[[], Any]], Any]) -> None:
-        """Let the loops be loaded by ``load(original)`` and run by ``run(original)``, whoever does it."""
+        """Load the loops' states by ``load(original)`` and run the loops by ``run(original)``, whoever calls them."""
 
         def load_state_dict(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             load(functools.partial(original, *args, **kwargs))
@@ -212,10 +212,10 @@ class Internals:
         wrap(self.fit_loop, "run", run)
 
     def around_resume(self, load: Callable[[Callable[[], None]], None]) -> None:
-        """Let what the fit itself restores first, modules and callbacks, be restored by ``load(original)``.
+        """Restore what the fit itself restores first, modules and callbacks, by ``load(original)``.
 
-        Callbacks and hooks restore checkpoints as well, with the same public hooks being called. Only the fit calls
-        ``_restore_modules_and_callbacks``, once.
+        Callbacks and hooks may restore checkpoints as well, and the same public hooks are called then. Only the fit
+        calls ``_restore_modules_and_callbacks``, once.
         """
         original = self.checkpoints._restore_modules_and_callbacks
 
@@ -225,10 +225,10 @@ class Internals:
         replace_once(self.checkpoints, "_restore_modules_and_callbacks", restore)
 
     def finish_resume(self, wanted: Callable[[], bool], finished: Callable[[], None]) -> None:
-        """Let the fit restore the training state of the checkpoint that it resumes from, if that is wanted by then.
+        """Make the fit restore the training state of the checkpoint that it resumes from, if ``wanted()`` by then.
 
-        Between modules and training state Lightning calls ``on_fit_start``. A checkpoint that is restored there takes
-        the place of the other, of which counters and optimizers would never be restored.
+        Between modules and training state, Lightning calls ``on_fit_start``. A checkpoint that a hook restores there
+        replaces the fit's own, whose counters and optimizers would then never be restored.
         """
         connector = self.checkpoints
         loaded, path, original = connector._loaded_checkpoint, connector._ckpt_path, connector.restore_training_state
@@ -268,12 +268,12 @@ class Internals:
         return self.fit_loop._combined_loader
 
     def combined(self, name: str) -> Any:
-        """Return the loaders as one that were made last, with the name of their epoch in :meth:`progress`."""
+        """Return the combined loader made last; ``name`` is the key of its reload epoch in :meth:`progress`."""
         return (self.val_loop if name == "val_reload_epoch" else self.fit_loop)._combined_loader
 
     @property
     def fetcher(self) -> Any:
-        """What takes batches from the training loaders."""
+        """The data fetcher, which takes batches from the training loaders."""
         return self.fit_loop._data_fetcher
 
     @property
@@ -306,13 +306,13 @@ class Internals:
         }
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How many epochs of the fit and batches of the epoch have come to each point of their round."""
+        """Return how many epochs of the fit and batches of the epoch are ready, started, processed and completed."""
         current = {"epoch": self.fit_loop.epoch_progress.current, "batch": self.epoch_loop.batch_progress.current}
         names = ("ready", "started", "processed", "completed")
         return {kind: {name: int(getattr(of, name)) for name in names} for kind, of in current.items()}
 
     def limits(self) -> dict[str, int | None]:
-        """When the fit ends, by the names of the Trainer's arguments, which hooks change on the loops."""
+        """Return when the fit ends, by the names of the Trainer's arguments; hooks may have changed these limits."""
         epochs, steps = vars(self.fit_loop), vars(self.epoch_loop)
         return {name: (epochs if "epochs" in name else steps)[name] for name in _LIMITS}
 
@@ -327,7 +327,7 @@ class Internals:
         return bool(self.fit_loop._can_stop_early)
 
     def set_progress(self, progress: dict[str, Any]) -> None:
-        """Undo :meth:`progress`, and tell the loops that they are not restarting: they just continue."""
+        """Restore :meth:`progress`, and mark the loops as continuing instead of restarting."""
         epoch_loop = self.epoch_loop
         self.fit_loop.epoch_progress.load_state_dict(progress["epoch"])
         epoch_loop.batch_progress.load_state_dict(progress["batch"])
@@ -348,11 +348,11 @@ class Internals:
     # ---- resuming in the middle -------------------------------------------------------------------------------------
 
     def continue_epoch(self, enter: Callable[[], None], batches: int) -> None:
-        """Let the next run of the epoch loop continue after so many batches; ``enter`` makes the iterators for it."""
+        """Make the next run of the epoch loop continue after ``batches`` batches; ``enter`` makes its iterators."""
 
         def on_run_start(fetcher: Any) -> None:
             enter()
-            # as the original does, so that the last batch is recognised
+            # as the original does, so that the last batch is recognized
             fetcher.fetched += batches
             fetcher._start_profiler = self.epoch_loop._on_before_fetch
             fetcher._stop_profiler = self.epoch_loop._on_after_fetch
@@ -361,10 +361,10 @@ class Internals:
         replace_once(self.epoch_loop, "on_run_start", on_run_start)
 
     def finish_batch(self, finish: Callable[[], None], validate: bool | None) -> None:
-        """Let the first round of the epoch loop be the rest of a round whose batch is done.
+        """Make the first iteration of the epoch loop the rest of one whose batch is done.
 
-        ``finish`` is called in place of training on a batch. Whether validation follows is for ``validate`` to say;
-        None lets Lightning decide, as after any batch.
+        ``finish`` is called instead of training on a batch. ``validate`` is whether validation follows; None lets
+        Lightning decide, as after any batch.
         """
 
         def advance(fetcher: Any) -> None:
@@ -379,7 +379,7 @@ class Internals:
             replace_once(self.epoch_loop, "_should_check_val_fx", lambda fetcher: validate)
 
     def skip_batch(self) -> None:
-        """Do what remains of a batch whose end was done: nothing."""
+        """Do nothing more for a batch whose end is done already."""
         self.epoch_loop._restarting = False
 
     def end_batch(self) -> None:
@@ -402,11 +402,11 @@ class Internals:
         self.fit_loop.epoch_progress.increment_completed()
 
     def make_validation_anew(self) -> None:
-        """Let validation loaders be made when they are needed, though Lightning has them made when a fit begins."""
+        """Discard the validation loaders that Lightning makes when a fit starts: they are made when needed."""
         self.val_loop._combined_loader = None
 
     def set_up_validation(self) -> None:
-        """Make the validation loaders now, so that this draws no random numbers later."""
+        """Make the validation loaders now, so that making them draws no random numbers later."""
         if self.val_loop._combined_loader is None and self.trainer.enable_validation:
             self.trainer.validating = True
             self.val_loop.setup_data()
@@ -423,9 +423,9 @@ class Internals:
     def record_iteration(
         combined: Any, iterate: Callable[[Callable[[], Any]], Any], fetch: Callable[[Callable[[], Any]], Any]
     ) -> None:
-        """Let ``iter(combined)`` be ``iterate(original)`` and ``next(combined)`` be ``fetch(original)``.
+        """Replace ``iter(combined)`` with ``iterate(original)`` and ``next(combined)`` with ``fetch(original)``.
 
-        Both are looked up on the class, so the object is given a subclass.
+        Python looks up both on the class, so the object is given a subclass.
         """
         base = type(combined)
 
@@ -437,7 +437,7 @@ class Internals:
             def __next__(self) -> Any:
                 return fetch(lambda: base.__next__(self))
 
-            def __reduce_ex__(self, protocol: Any) -> Any:  # a copy is recorded by nobody
+            def __reduce_ex__(self, protocol: Any) -> Any:  # a copy is not recorded
                 return base.__new__, (base,), *super().__reduce_ex__(protocol)[2:]
 
         Recorded.__name__, Recorded.__qualname__ = base.__name__, base.__qualname__
@@ -451,7 +451,7 @@ class Internals:
 
     @staticmethod
     def make_idle_iterator(combined: Any) -> None:
-        """Give the combined loader its iterator, whose length Lightning asks, without the loaders' iterators."""
+        """Give the combined loader its iterator, whose length Lightning reads, without the loaders' iterators."""
         module = _defining_module(combined)
         iterator_class = module._SUPPORTED_MODES[combined._mode]["iterator"]
         combined._iterator = iterator_class(combined.flattened, combined._limits)
@@ -463,17 +463,17 @@ class Internals:
 
     @staticmethod
     def exhausted(combined: Any) -> list[bool]:
-        """Which loaders have been exhausted once in this epoch, where the mode counts that."""
+        """Return which loaders have been exhausted once in this epoch; empty if the mode does not count that."""
         return list(getattr(combined._iterator, "_consumed", []))
 
     @staticmethod
     def waits_for_the_longest(combined: Any) -> bool:
-        """Whether loaders that are at their end give nothing until the longest one is, too."""
+        """Return whether exhausted loaders yield nothing until the longest one is exhausted (``max_size``)."""
         return bool(combined._mode == "max_size")
 
     @staticmethod
     def set_position(combined: Any, batches: int, exhausted: list[bool]) -> None:
-        """Tell the combined iterator how many batches it has given."""
+        """Set how many batches the combined iterator has yielded."""
         combined._iterator._idx = batches
         if exhausted:
             combined._iterator._consumed = list(exhausted)

@@ -1,4 +1,4 @@
-"""Whose logger Lightning's messages go to: each of its packages sets it to its own when it is imported."""
+"""Keeps the logger of Lightning's messages, which each of its packages sets to its own when it is imported."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FIRST = "lightning.pytorch.utilities.rank_zero"
 
 @contextlib.contextmanager
 def kept_logger() -> Iterator[None]:
-    """Import Lightning's packages, and leave the logger of its messages that of the one that the program uses.
+    """While Lightning's packages are imported, keep the message logger of the package that the program uses.
 
-    Else a script that silences ``logging.getLogger("lightning.pytorch")`` would hear them by the other one's.
+    Otherwise, a script that silences ``logging.getLogger("lightning.pytorch")`` would get them from the other logger.
     """
     is_chosen = any(name in sys.modules for name in _PACKAGES)
     chosen = getattr(sys.modules.get(_MESSAGES), "log", None) if is_chosen else None

@@ -1,6 +1,6 @@
-"""What ``ModelPruning`` keeps to itself: the weights that it goes back to, and masks that it leaves out of checkpoints.
+"""State of ``ModelPruning`` that is not in checkpoints: the initial weights that it restores, and pruning masks.
 
-Lightning has no public name for the copies of the lottery ticket hypothesis. Where it moves them, nothing is compared.
+Lightning has no public name for the weight copies of the lottery ticket option. If it moves them, nothing is compared.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ckpt_core.state.changed_values import fingerprint
 
 
 def weights_to_go_back_to(callbacks: Iterable[Any]) -> str:
-    """Return a digest of the weights that pruning sets again, those that the process began with; ``""`` if none."""
+    """Return a digest of the initial weights, as of the start of the process, that pruning restores; ``""`` if none."""
     copies = [getattr(each, "_original_layers", None) or {} for each in callbacks if _goes_back(each)]
     modules = [layer["data"] for copy in copies for layer in copy.values()]
     return fingerprint([list(module.state_dict().values()) for module in modules]) if modules else ""
 
 
 def _goes_back(callback: Any) -> bool:
-    """Return whether what is copied back stays: Lightning 2.5.0 sets what the next forward computes again."""
+    """Return whether restored weights last: Lightning 2.5.0 sets a tensor that the next forward pass overwrites."""
     copy = getattr(callback, "_copy_param", None)
     if copy is None:
         return False

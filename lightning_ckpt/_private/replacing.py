@@ -1,6 +1,7 @@
-"""What is put in the place of methods of one object, and what belongs to a run under way; neither goes into copies.
+"""Replaces methods on one object, and keeps the state of a running fit out of pickles and copies.
 
-A Trainer in the middle of a fit can be pickled and copied, and so can one with our parts: the copy has its own methods.
+A Trainer can be pickled and copied in the middle of a fit. With our replacements it still can: the copy has its own
+original methods.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Any
 
 
 class Live:
-    """Belongs to a run under way in this process: copies, also those for other processes, hold None."""
+    """Base of objects that belong to a run in this process: pickles and copies hold None in their place."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 class _Replacement:
-    """What stands on an object in the place of its method; on a copy of the object it calls that."""
+    """Replaces a method on one object; on a copy of the object, it calls the original method."""
 
     def __init__(self, owner: Any, name: str, function: Callable[..., Any], before: Any) -> None:
         self._owner, self._name, self._before = owner, name, before
@@ -35,19 +36,19 @@ class _Replacement:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Let a method of one object be ``around(method, *arguments)``; return what takes that out again."""
+    """Replace a method of one object with ``around(method, *arguments)``; return a function that undoes it."""
     return replace(owner, name, functools.partial(around, getattr(owner, name)))
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in the place of a method of one object; return what takes it out again."""
+    """Replace a method of one object with ``function``; return a function that undoes it."""
     attributes = vars(owner)
     before = attributes.get(name)
     ours = attributes[name] = _Replacement(owner, name, function, before)
 
     def undo() -> None:
         if attributes.get(name) is not ours:
-            return  # somebody has replaced it since
+            return  # it has been replaced again since
         if before is not None:
             attributes[name] = before
         else:
@@ -57,7 +58,7 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[],
 
 
 def replace_once(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let the next call of a method do something else; the call after it is the method again."""
+    """Replace a method of one object with ``function`` for its next call only."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         vars(owner).pop(name, None)
