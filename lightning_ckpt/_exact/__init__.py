@@ -1,1 +1,1 @@
-"""Exact resume: what a fit knows besides what Lightning saves, captured and restored."""
+"""Exact resume: captures and restores the state of a fit that Lightning's own checkpoints lack."""

@@ -1,4 +1,4 @@
-"""The counters of Lightning's loops as plain data, when they end, and how many batches are accumulated."""
+"""Tracks the counters of Lightning's loops, the limits at which a fit ends, and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def undo_unfinished(progress: dict[str, Any]) -> None:
 
 
 def epochs_begun(phase: str, done: int) -> int:
-    """Return how many epochs have begun in a phase, when so many are over."""
+    """Return how many epochs have begun in a phase in which ``done`` are over."""
     return done if phase in ("between_epochs", "epoch_end") else done + 1
 
 
 class Counters:
-    """Epochs of a fit, and batches of the present pass over the data, as they were counted in it.
+    """Our own counts of a fit's epochs, and of the batches of the present pass over the data.
 
-    A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves counters behind from which one
-    cannot tell what is being done: Lightning puts back those of the moment of the save, and counts on. These continue
-    from where they were. ``run_inside`` is called with what runs the loops, where they run already.
+    A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves Lightning's counters wrong:
+    Lightning restores those of the save, and counts on from there. Our counts continue from where they were.
+    ``run_inside`` is called with a function that runs the loops, if that happens while they run already.
     """
 
     def __init__(self, internals: Internals, run_inside: Callable[[Callable[[], Any]], Any]) -> None:
@@ -58,11 +58,11 @@ class Counters:
             self._is_running = False
 
     def training_starts(self) -> None:
-        """What the loops count now is right."""
+        """Take the present counters of the loops as right."""
         self._off = {"epoch": {}, "batch": {}}
 
     def resumed(self, phase: str) -> None:
-        """The counters of a checkpoint are set; what remains to be done of it is ``phase``."""
+        """Take over the counters of a checkpoint, which the loops have now; ``phase`` is what remains to be done."""
         own = self._internals.counts()
         done = own["epoch"]["processed"]
         begun = epochs_begun(phase, done)
@@ -70,24 +70,24 @@ class Counters:
         self.put(own)
 
     def pass_begins(self, batches: int = 0) -> None:
-        """The first batch of a pass over the data is about to be fetched, or the first after ``batches``."""
+        """Begin a pass over the data of which ``batches`` are done; called before the next batch is fetched."""
         ready = self._internals.counts()["batch"]["ready"]
         self._off["batch"] = dict.fromkeys(("ready", "started", "processed", "completed"), ready - batches)
 
     def own(self) -> _Counts:
-        """What was counted, without what was put in place of it."""
+        """Return our own counts: those of the loops, without what a callback has changed in them."""
         live = self._internals.counts()
         return {kind: {name: n - self._off[kind].get(name, 0) for name, n in live[kind].items()} for kind in live}
 
     def put(self, own: _Counts) -> None:
-        """Let :meth:`own` be this."""
+        """Set what :meth:`own` returns."""
         live = self._internals.counts()
         self._off = {kind: {name: n - own[kind][name] for name, n in live[kind].items()} for kind in live}
 
     def settle(self, progress: dict[str, Any], phase: str, *, redo: bool) -> None:
-        """Make counters that were put in place of others fit a phase, in place; the loops go by two of them.
+        """Adapt ``progress`` to a phase, in place, if a callback has changed the loops' counters.
 
-        With ``redo``, the present batch does not count.
+        Two counters decide what the loops do. With ``redo``, the present batch does not count.
         """
         if not any(off for kind in self._off.values() for off in kind.values()):
             return
@@ -108,7 +108,7 @@ class Accumulation:
         self._next: int | None = None
 
     def training_starts(self) -> None:
-        """What the Trainer has now is what its user asked for; schedules change it later."""
+        """Note the Trainer's present value as the one that the user asked for; schedules change it later."""
         self._asked = int(self._trainer.accumulate_grad_batches)
 
     def capture(self) -> dict[str, Any]:
@@ -120,9 +120,9 @@ class Accumulation:
         }
 
     def resume(self, saved: Mapping[str, Any], *, in_epoch: bool) -> str | None:
-        """Continue with what was saved as long as it has to be, then with what the user asks for now.
+        """Continue with the saved value while a window is open, then with what the user asks for now.
 
-        ``in_epoch`` says that an epoch continues, and not the next one begins. Returns what has changed, in words.
+        ``in_epoch`` is whether an epoch continues, instead of the next one beginning. Returns what has changed, if any.
         """
         before, now = int(saved["accumulate_grad_batches"]), self._wanted(saved)
         self._trainer.accumulate_grad_batches = before if in_epoch else now
@@ -137,11 +137,11 @@ class Accumulation:
             return int(schedule.get_accumulate_grad_batches(self._trainer.current_epoch))
         before, origin = int(saved["accumulate_grad_batches"]), saved.get("accumulation")
         if origin is not None and not origin["scheduled"] and before != origin["asked"] == self._asked:
-            return before  # a hook of the user's has changed it since
+            return before  # a hook of the user's had changed it
         return self._asked
 
     def window_closed(self) -> None:
-        """A batch is about to be fetched and no gradients are accumulated."""
+        """Switch to the user's value; called before a batch is fetched while no gradients are accumulated."""
         if self._next is not None:
             self._trainer.accumulate_grad_batches, self._next = self._next, None
 
@@ -152,7 +152,7 @@ class Accumulation:
 class Limits:
     """When one fit ends: limits that hooks have changed, and a stop that waits for ``min_epochs`` or ``min_steps``.
 
-    If the Trainer's argument is another one than in the run that saved, the argument wins.
+    If the Trainer's argument differs from that of the run that saved, the argument wins.
     """
 
     def __init__(self, internals: Internals) -> None:
@@ -160,11 +160,11 @@ class Limits:
         self._asked = internals.limits()
 
     def fit_started(self) -> None:
-        """What the Trainer has now is what its user asked for."""
+        """Note the Trainer's present limits as those that the user asked for."""
         self._asked = self._internals.limits()
 
     def capture(self) -> dict[str, Any]:
-        """Return the limits, those asked for, and whether the run has been told to stop and still has to train."""
+        """Return the limits, those asked for, and whether a stop waits for ``min_epochs`` or ``min_steps``."""
         waits = self._internals.trainer.should_stop and not self._internals.can_stop
         return {"asked": self._asked, "now": self._internals.limits(), "waits": bool(waits)}
 

@@ -1,11 +1,11 @@
-"""How many batches the epochs of a fit have: fewer after a resume than before show that data has lost its place."""
+"""Counts the batches of a fit's epochs: fewer after a resume than before show that a loader has lost its position."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# of one epoch alone nobody knows whether all have as many batches
+# how many epochs of equal length show that all have that length
 _ALIKE = 2
 _MUCH = 0.9
 
@@ -18,16 +18,16 @@ class EpochLengths:
         self._is_watched = False
 
     def capture(self, over: int | None) -> dict[str, int]:
-        """Return them as plain data; ``over``: the batches of a whole epoch that is over and not counted yet."""
+        """Return the counts as plain data; ``over`` is the length of a whole epoch that is not counted yet, if any."""
         return self._counted(over) if over is not None else self._counts
 
     def resume(self, saved: Mapping[str, int]) -> None:
-        """Compare those to come with what :meth:`capture` returned."""
+        """Compare the epochs to come with what :meth:`capture` returned."""
         self._counts = dict(saved)
         self._is_watched = True
 
     def ended(self, batches: int, epoch: int) -> str | None:
-        """Count a whole epoch, by its number; return why the resume was not exact, in words, or ``None``; once."""
+        """Count a whole epoch; return, once, why the resume was not exact, in words, or ``None``."""
         number, least, most = self._counts["number"], self._counts["least"], self._counts["most"]
         self._counts = self._counted(batches)
         are_alike = number >= _ALIKE and least == most

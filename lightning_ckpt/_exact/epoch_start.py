@@ -1,8 +1,8 @@
-"""The hooks of an epoch's start, which a fit that resumes in the middle of the epoch runs again.
+"""Runs the hooks of an epoch's start again when a fit resumes in the middle of the epoch.
 
 Lightning does not run them then, so what they set for the epoch would be missing until the next one. They are run with
-the counters and generators that they were run with, and then whatever was captured is put back: weights, optimizers,
-schedulers and all that the checkpoint holds are as they were saved, and what it does not hold is what the hooks make.
+the counters and generators of the first time, and then whatever was captured is restored: weights, optimizers,
+schedulers and all that the checkpoint holds are as saved, and what it does not hold is as the hooks have made it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_ckpt._exact.metrics import torchmetrics_of
 from lightning_ckpt._exact.parameter_groups import Groups, ParameterGroups
 from lightning_ckpt._private.loops import Internals
 
-# they train, and restore what they have trained; what they find is captured
+# these train in the hook and restore the model after that; what they find is captured
 _NOT_AGAIN = frozenset({"LearningRateFinder", "BatchSizeFinder"})
 _CHANGE_WEIGHTS = frozenset({"StochasticWeightAveraging"})  # of Lightning's own
 _FRAMEWORK = ("lightning.", "pytorch_lightning.", "lightning_ckpt.")
@@ -29,8 +29,8 @@ _HOOK = "on_train_epoch_start"
 class EpochStart:
     """Runs the hooks ``on_train_epoch_start`` of one fit.
 
-    ``begun`` is with what those of the last epoch were run: counters, generators, values for callbacks, groups of
-    parameters.
+    ``begun`` is what the hooks of the last epoch were run with: counters, generators, metrics for callbacks, parameter
+    groups.
     """
 
     def __init__(self, internals: Internals, groups: ParameterGroups) -> None:
@@ -38,13 +38,13 @@ class EpochStart:
         self.begun: tuple[dict[str, Any], RngState, dict[str, Any], Groups | None] | None = None
 
     def run(self, begin: Callable[[], None]) -> None:
-        """Begin an epoch, and remember with what its hooks are run."""
+        """Run the hooks by ``begin``, and remember the state with which they are run."""
         metrics = dict(self._internals.connector._callback_metrics)
         self.begun = self._internals.progress(), RngState.capture(), metrics, self._groups.capture()
         begin()
 
     def capture(self) -> dict[str, Any] | None:
-        """Return with what the hooks of the last epoch were run."""
+        """Return the state with which the hooks of the last epoch were run."""
         if self.begun is None:
             return None
         progress, rng, metrics, groups = self.begun
@@ -59,11 +59,11 @@ class EpochStart:
         callbacks: Mapping[str, Any],
         begin: Callable[[], None],
     ) -> None:
-        """Begin the epoch that the checkpoint is in the middle of, and leave model and optimizers as they are.
+        """Run the hooks of the epoch that the checkpoint is in the middle of, and leave model and optimizers unchanged.
 
-        ``begun`` is what :meth:`capture` returned, if the checkpoint has it, ``now`` are its counters, and
-        ``schedulers`` the states of its learning rate schedulers, in case the hooks make other ones, and ``callbacks``
-        those of its callbacks. ``begin`` runs the hooks.
+        ``begun`` is what :meth:`capture` returned, if the checkpoint has it, ``now`` are its counters, ``schedulers``
+        the states of its learning rate schedulers, in case the hooks create other ones, and ``callbacks`` the states of
+        its callbacks. ``begin`` runs the hooks.
         """
         begun = begun or {"progress": _at_start(now)}
         reloads = {name: now[name] for name in ("train_reload_epoch", "val_reload_epoch")}
@@ -87,7 +87,7 @@ class EpochStart:
 
     @contextlib.contextmanager
     def _kept_numbers(self, states: Mapping[str, Any]) -> Iterator[None]:
-        # that callbacks have loaded and hooks go on from, as the learning rate of BackboneFinetuning
+        # numbers that callbacks have loaded and their hooks update, such as the learning rate of BackboneFinetuning
         kept = []
         for callback in self._internals.trainer.callbacks:
             state = states.get(callback.state_key)
@@ -101,7 +101,7 @@ class EpochStart:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        # the rows and warnings of the first time are there
+        # rows and warnings were logged the first time
         trainer = self._internals.trainer
         loggers = list(trainer.loggers)
         trainer.loggers = [_Quiet(logger) for logger in loggers]
@@ -188,7 +188,7 @@ def is_users_own(function: Any) -> bool:
 
 
 def _at_start(progress: Mapping[str, Any]) -> dict[str, Any]:
-    # of a checkpoint of an earlier version: the batches of the epoch stay counted
+    # for a checkpoint of an earlier version, without `begun`: the batches of the epoch stay counted
     epoch = {kind: dict(counts) for kind, counts in progress["epoch"].items()}
     for counts in epoch.values():
         counts.update(ready=counts["ready"] - 1, started=counts["started"] - 1)
@@ -196,7 +196,7 @@ def _at_start(progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Quiet:
-    """A logger that answers as another one does, and logs nothing."""
+    """A proxy of a logger that logs nothing."""
 
     def __init__(self, logger: Any) -> None:
         self.__dict__["_logger"] = logger
@@ -213,7 +213,7 @@ class _Quiet:
 
 
 class _Nothing:
-    """Whatever is done with it does nothing."""
+    """An object on which every access, call and assignment does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return self

@@ -1,4 +1,4 @@
-"""The resume of one fit, told apart from checkpoints that callbacks and hooks restore themselves."""
+"""Tracks the resume of one fit, as distinct from checkpoints that callbacks and hooks restore themselves."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from ckpt_core.errors import CheckpointFormatError
 from lightning_ckpt._private.loops import Internals
 
-_VERSION = "pytorch-lightning_version"  # without which Lightning takes nothing
+_VERSION = "pytorch-lightning_version"  # Lightning loads no checkpoint without this key
 _PROGRESS = ("epoch", "global_step", "loops")
 _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "native_amp_scaling_state")
 _MARK = "lightning_ckpt_resumed_from"
 
 
 class Resume:
-    """From ``fit(ckpt_path=...)`` until training continues.
+    """The resume of one fit, from ``fit(ckpt_path=...)`` until training continues.
 
-    A callback may save and restore a checkpoint in between, for itself or to search for a learning rate. What is saved
-    then has to hold what the run resumes from: the Trainer's own counters and optimizers are not yet there. What is
-    restored then must leave it to be resumed from.
+    A callback may save and restore a checkpoint in between, for itself or to search for a learning rate. Such a
+    checkpoint has to hold the state that the run resumes from, because the Trainer's own counters and optimizers are
+    not restored yet. Restoring it must not replace the checkpoint to resume from.
     """
 
     def __init__(self, internals: Internals) -> None:
@@ -66,7 +66,7 @@ class Resume:
         self._kept = {name: value for name, value in self._kept.items() if name in _PROGRESS}
 
     def put_into(self, checkpoint: dict[str, Any]) -> None:
-        """Let a checkpoint that is saved before training continues hold what it continues from."""
+        """Put the state that the run resumes from into a checkpoint that is saved before training continues."""
         checkpoint.update(self._kept)
         checkpoint[_MARK] = str(self.path)
 
@@ -76,5 +76,5 @@ class Resume:
         return same or checkpoint.get(_MARK) == str(self.path)
 
     def give_up(self) -> None:
-        """Another checkpoint has taken the place of the one to resume from."""
+        """Stop the resume, because another checkpoint was restored in place of the one to resume from."""
         self._kept, self.awaits_training_state = {}, False

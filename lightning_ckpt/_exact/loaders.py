@@ -1,9 +1,9 @@
-"""Follows the training loaders of one fit, fetch by fetch, and brings them back to where they were.
+"""Tracks the position of a fit's training loaders, fetch by fetch, and restores it at a resume.
 
-An epoch that one number of ranks began, another continues, and each sample that was left is used once. The ranks divide
-one global order among themselves, batch by batch, so what they have consumed together is the beginning of it. Which
-order it is takes a few numbers to say, however long it is: the seed and the epoch of a ``DistributedSampler``, or the
-random generators from which a ``RandomSampler`` drew it. New ranks make the same order and divide the rest of it.
+Elastic resume: another number of ranks can continue an epoch, and each sample that was left is used once. The ranks
+divide one global order among themselves, batch by batch, so what they have consumed together is the beginning of it. A
+few numbers describe the order, however long it is: the seed and the epoch of a ``DistributedSampler``, or the random
+generators from which a ``RandomSampler`` drew it. The new ranks make the same order and divide the rest of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AGAIN = "reading batches again to get back to the saved position (state_dict wo
 # Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again
 _FETCHES_REMEMBERED = 4
 
-# of what was read again, as many as the flight recorder keeps in a checkpoint
+# how many of the last batches read again are compared: as many as the flight recorder keeps in a checkpoint
 _COMPARED = 8
 
 DRAWS_WHILE_READ = (
@@ -50,7 +50,7 @@ READ_IN_A_THREAD = (
 
 
 class _DivisibleSampler(RecordingSampler):
-    """Stands in front of a batch sampler; with a ``division``, yields this rank's batches of it for one pass."""
+    """Wraps a batch sampler; with a ``division``, yields this rank's batches of it for one pass."""
 
     _own = RecordingSampler._own | {"division"}
 
@@ -63,10 +63,10 @@ class _DivisibleSampler(RecordingSampler):
 
 
 class TrainingLoader(LoaderTracker):
-    """Follows one training loader, and can continue with what another number of ranks left of an epoch.
+    """Tracks one training loader, and can continue with what another number of ranks left of an epoch.
 
-    The loader is a ``DataLoader`` (also a stateful one) or any iterable; with ``replay``, it always goes back by
-    reading again.
+    The loader is a ``DataLoader`` (also a stateful one) or any iterable; with ``replay``, its position is always
+    restored by reading batches again.
     """
 
     def __init__(self, loader: Any, replay: bool, world_size: int) -> None:
@@ -104,7 +104,7 @@ class TrainingLoader(LoaderTracker):
         return {**state, "division": self._describe(mark.sampler_pass)}
 
     def _describe(self, current: SamplerPass | None) -> dict[str, Any]:
-        """Say in which order this pass is, for ranks of another number, or why that cannot be said."""
+        """Return the order of this pass as plain data for another number of ranks, or why it is not known."""
         problem = self._problem_with_dividing()
         if problem is not None:
             return {"problem": problem}
@@ -147,7 +147,7 @@ class TrainingLoader(LoaderTracker):
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def _reads_again(self, state: Mapping[str, Any]) -> bool:
-        # a loader that reads others in its __iter__; what comes of it is compared
+        # the loader does not read its sampler (it may read other loaders in __iter__); the batches are compared
         is_read = state.get("problem") == READS_ON and state["position"] > 0
         return is_read or super()._reads_again(state)
 
@@ -166,7 +166,7 @@ class TrainingLoader(LoaderTracker):
         return None if problem is None else str(problem)
 
     def rest(self, state: Mapping[str, Any], again: int) -> EpochShare | None:
-        """Return what another number of ranks left of an epoch, divided over these; ``None`` if that is all of it.
+        """Return what another number of ranks left of an epoch, divided over these; ``None`` if all of it is left.
 
         ``state`` is what one of them captured, and their last ``again`` batches do not count.
         """
@@ -191,7 +191,7 @@ class TrainingLoader(LoaderTracker):
         )
 
     def carry_seeds(self, state: Mapping[str, Any]) -> None:
-        """Give the samplers the seeds that they had in the other run, for the epochs to come."""
+        """Set the seeds and epochs of the samplers to those of the interrupted run, for the epochs to come."""
         if self.sampler is not None:
             seeds = {path: n for path, n in state["counters"].items() if path.rpartition(".")[2] in ("seed", "epoch")}
             restore_counters(self.sampler.inner, seeds)
@@ -204,7 +204,7 @@ def _is_of_torchdata(sampler: Any, name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Fetch:
-    """The moment before batch ``index`` of the epoch was fetched."""
+    """The state just before batch ``index`` of the epoch was fetched."""
 
     index: int
     rng: RngState
@@ -221,7 +221,7 @@ class _Rest:
 
 
 class _WatchedIterator:
-    """Tells of each batch that is read from ``inner`` which generators there were before it."""
+    """Iterates over ``inner``, and calls ``was_read`` after each batch with the generators before it."""
 
     def __init__(self, inner: Iterator[Any], was_read: Callable[[RngState], None]) -> None:
         self.inner = inner
@@ -241,16 +241,16 @@ class TrainingData:
     """The training loaders of one Trainer.
 
     ``before_fetch`` is called before each batch is fetched, with the random generators of that moment. With ``replay``,
-    loaders always go back by reading again.
+    the position of loaders is always restored by reading batches again.
 
     Attributes:
         begun: Number of batches of the epoch that were done when the present iterators were made.
-        attempts: Number of batches of the epoch that were asked for.
-        after_fetch: Called after each fetch with the batch's number in the epoch, the generators before it (None if
-            another thread has read it, at a time of its own), the batch.
+        attempts: Number of batches of the epoch that were requested from the loaders.
+        after_fetch: Called after each fetch with the batch's number in the epoch, the generators before it (None if a
+            thread of the loader reads ahead), and the batch.
         after_reading_again: Called with each of the last batches that a single loader has read again, and its number in
             the epoch; returns whether it is the same, None if that is not known.
-        is_as_read: Whether what was read again is what was read the first time, None where that is not known.
+        is_as_read: Whether the batches that were read again equal those of the first time; None if not known.
         taken: Number of batches of the present pass until now; None where another number of ranks began it.
         idle: Whether iterators are made but not read from.
     """
@@ -273,8 +273,8 @@ class TrainingData:
         self.idle = False
 
     def follow(self) -> None:
-        """Begin to follow the loaders that Lightning has just made or been given, maybe the same again."""
-        # whoever started workers that persist has recorded their generators, or is to give them those of a checkpoint
+        """Start to track the loaders that Lightning has just made or been given, possibly the same ones again."""
+        # a tracker that started persistent workers has recorded their generators, or has yet to restore them
         known = {id(tracker.loader): tracker for tracker in self._trackers if tracker.persistent}
         self._trackers = [tracker for tracker in self._trackers if id(tracker.loader) not in known]
         self.release()
@@ -340,13 +340,13 @@ class TrainingData:
             if iterator is not before[number] or tracker.has_restarted(mark, iterator):
                 tracker.restarted(moment.index, mark)
         if self.after_fetch is not None:
-            # without its number and that of the loader
+            # batch[0]: without the numbers of the batch and the loader
             self.after_fetch(moment.index, None if self._is_read_in_a_thread else moment.rng, batch[0])
         return batch
 
     @contextlib.contextmanager
     def _watched_reading(self, index: int) -> Iterator[None]:
-        """See meanwhile whether loaders that a resume would read again draw from the generators of this process."""
+        """Detect, inside the context, loaders that draw from this process's generators and would be read again."""
         iterators = self._internals.iterators(self._combined)
         watched = {
             number: _WatchedIterator(iterator, functools.partial(self._history.was_read, index))
@@ -361,12 +361,12 @@ class TrainingData:
             yield
         finally:
             for number, iterator in watched.items():
-                if iterators[number] is iterator:  # and not a new one after the end of its data
+                if iterators[number] is iterator:  # unless it was replaced at the end of its data
                     iterators[number] = iterator.inner
 
     @property
     def _is_read_in_a_thread(self) -> bool:
-        """Whether a loader has a thread of its own that takes batches ahead, and draws at a time of its own."""
+        """Whether a loader reads ahead in its own thread, which draws random numbers at unpredictable times."""
         samplers = (tracker.sampler for tracker in self._trackers)
         return any(one is not None and one.drawn_in not in (None, threading.get_ident()) for one in samplers)
 
@@ -377,12 +377,12 @@ class TrainingData:
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def rng_before(self, index: int) -> RngState | None:
-        """The global generators as they were before batch ``index`` was fetched, if that was a moment ago."""
+        """Return the global generators before batch ``index`` was fetched; None if that is no longer remembered."""
         fetch = self._history.before(index)
         return None if fetch is None else fetch.rng
 
     def capture(self, batches: int, ahead: int) -> dict[str, Any]:
-        """Capture where the loaders are when ``batches`` of an epoch are done and Lightning is ``ahead`` of them."""
+        """Capture the loaders' position when ``batches`` of an epoch are done and Lightning has fetched ``ahead``."""
         fetch = self._history.before(batches)
         moment = fetch or self._moment()
         last = self._history.before(batches - 1) if self._history.draws_while_reading else None
@@ -390,7 +390,7 @@ class TrainingData:
             "between": False,
             "batches": batches,
             "exhausted": list(moment.exhausted),
-            "length": self._internals.fetcher.length,  # with which it began; that of a sampler may be what is left
+            "length": self._internals.fetcher.length,  # at the epoch's start; a sampler's may be that of the rest
             "last_rng": last.rng.encode() if last is not None else None,
             "ahead_rng": fetch.rng.encode() if fetch is not None and ahead else None,
             "loaders": [
@@ -400,18 +400,18 @@ class TrainingData:
         }
 
     def _fetches_from(self, tracker: TrainingLoader, mark: LoaderMark, batches: int) -> int:
-        """Return how many of the epoch's fetches a loader counts, whose workers make no batches after its end."""
+        """Return how many of the epoch's fetches count for a loader: its workers make no batches after its end."""
         if tracker.method != "skip" or not self._internals.waits_for_the_longest(self._combined):
             return batches
         drawn = mark.sampler_pass.drawn if mark.sampler_pass is not None else 0
         return min(batches, mark.started + drawn) if drawn else batches
 
     def capture_between_epochs(self) -> dict[str, Any]:
-        """Capture where the loaders are after an epoch."""
+        """Capture the state of the loaders between two epochs."""
         return {"between": True, "batches": 0, "loaders": [t.capture_between_passes() for t in self._trackers]}
 
     def notes(self) -> list[str]:
-        """Why continuing from here would not be exact, in words."""
+        """Return why a resume from here would not be exact, in words."""
         if not self.attempts:
             return []
         return [DRAWS_WHILE_READ] * self._history.draws_while_reading + [READ_IN_A_THREAD] * self._is_read_in_a_thread
@@ -419,7 +419,7 @@ class TrainingData:
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def check(self, state: Mapping[str, Any]) -> list[str]:
-        """Return why the saved state does not fit the loaders exactly, in words; refuse that of other loaders."""
+        """Return why the saved state does not fit the loaders exactly, in words; raise if their number differs."""
         loaders = state["loaders"]
         if not loaders:
             # saved before the loaders were made
@@ -433,19 +433,19 @@ class TrainingData:
         return [problem for problem in found if problem is not None]
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Let the next iterators continue in the middle of an epoch."""
+        """Make the next iterators continue in the middle of an epoch."""
         self.idle = False
         self._pending = state
 
     def go_between_epochs(self, state: Mapping[str, Any]) -> None:
-        """Let the next iterators begin the next epoch."""
+        """Make the next iterators begin the next epoch."""
         self.idle = False
         for tracker, saved in zip(self._trackers, state["loaders"], strict=False):
             tracker.prepare_next_pass(saved)
 
     def _iterate_from(self, state: Mapping[str, Any], make_iterators: Callable[[], Any]) -> None:
         self._pending = None
-        # of an epoch, only the first process sees it
+        # only the process that began the epoch can detect it
         self._history.draws_while_reading |= state.get("last_rng") is not None
         pairs = list(zip(self._trackers, state["loaders"], strict=True))
         again = sum(tracker.batches_to_read_again(saved) for tracker, saved in pairs)
@@ -467,7 +467,7 @@ class TrainingData:
     def _read_again(self, iterator: Any, drop: int, state: Mapping[str, Any], *, is_compared: bool) -> None:
         last_rng, first = state.get("last_rng"), max(0, drop - _COMPARED)
         if self._history.draws_while_reading or last_rng is not None:
-            # batches with random numbers in them are others; the last one is read with those it had
+            # batches that contain random numbers differ when read again, except the last, read with its generators
             first = drop - 1 if last_rng is not None else drop
         for number in counted_aloud(drop, _AGAIN, functools.partial(announce, self._internals.trainer)):
             if number == drop - 1 and last_rng is not None:
@@ -494,7 +494,7 @@ class TrainingData:
 
     @property
     def batches_now(self) -> float:
-        """The same, where a hook may have changed the only loader since, as by another batch size."""
+        """The same, by the present length of a single loader, of which a hook may have changed the batch size."""
         with contextlib.suppress(TypeError, NotImplementedError):
             if self._combined is not None and self._combined.iterables is self._trackers[0].loader:
                 return min(self.batches, len(self._trackers[0].loader))
@@ -514,17 +514,17 @@ class TrainingData:
         return self._trackers[0].elastic_problem(loaders[0])
 
     def continue_epoch(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
-        """Let the next iterators continue with what ``world_size`` other ranks left of the epoch.
+        """Make the next iterators continue with what ``world_size`` other ranks left of the epoch.
 
         ``state`` is what one of them captured, and their last ``again`` batches do not count. Returns how many batches
-        of the epoch count as done here.
+        of the epoch count as done on these ranks.
         """
         done: float
         if state["between"]:
             done = self.batches
         elif self.elastic_problem(state) is None:
             division = self._trackers[0].rest(state["loaders"][0], again)
-            # whatever is left is trained on, so that what is done is the difference
+            # all batches that are left are trained on, so the others count as done
             done = len(self._trackers[0].loader) - division.batches if division is not None else 0
             self._rest = _Rest(int(done), division)
         else:

@@ -1,4 +1,4 @@
-"""What the script keeps outside of module, datamodule and callbacks, or in what they do: globals, classes, closures."""
+"""Watches user variables outside of module, datamodule and callbacks: globals, class attributes, closures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_ckpt._report import announce
 
 
 def _is_users(owner: object) -> bool:
-    has_functions = any(isinstance(one, types.FunctionType) for one in vars(owner).values())  # as a LambdaCallback
+    has_functions = any(isinstance(one, types.FunctionType) for one in vars(owner).values())  # e.g. a LambdaCallback
     return has_functions or not is_library(type(owner))
 
 
 class ScriptVariables:
     """Watches the variables of the script of one Trainer.
 
-    ``warn`` is given in words what is found to be lost only after training has continued.
+    ``warn`` is called with the variables that are found to be lost only after training has continued.
     """
 
     def __init__(self, trainer: Any, warn: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class ScriptVariables:
 
     def _watched(self) -> Watched | None:
         trainer = self._trainer
-        # to look at a piece of a tensor would take all ranks
+        # reading a value of a sharded tensor would need all ranks
         if not trainer.is_global_zero or trainer.strategy.restore_checkpoint_after_setup:
             return None
         module = trainer.lightning_module
@@ -49,41 +49,41 @@ class ScriptVariables:
         data = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
         made = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs)]
         data += [function for one in made for function in getattr(one, "lr_lambdas", ())]
-        # what a state_dict of the user's leaves out is looked at, too
+        # a state_dict of the user's own class may leave out attributes
         owners += [one for one in made if not is_library(type(one))]
         return Watched([module], [trainer, loader, *made, *trainer.loggers], owners, data, waits=True)
 
     @property
     def _is_trial(self) -> bool:
-        # a tuner puts callbacks of its own, or none, in their place; what its trials change is not what training does
+        # a tuner replaces the callbacks with its own, or with none; what its trials change, training has not changed
         return not any(ours is one for ours in self._callbacks for one in self._trainer.callbacks)
 
     def epoch_begins(self) -> None:
-        """The hooks of an epoch's start have run."""
+        """Note that an epoch begins; called after the hooks of its start."""
         if self._is_trial:
             return
         self._variables.handed_out(begins=True)
         self._variables.trains()
 
     def ends(self) -> None:
-        """The fit is over."""
+        """Note that the fit is over."""
         self._variables.ends()
 
     def capture(self, *, between: bool, ends: bool, but: Set[str]) -> dict[str, Any]:
-        """Return what training has changed, where a resume begins with the next epoch, or the end of this one.
+        """Return what training has changed; a resume continues ``between`` epochs, or where this epoch ``ends``.
 
-        Leave out what is ``but`` changed by what a resume begins anew.
+        Names in ``but`` are left out: only what a resume repeats has changed them.
         """
         found = self._variables.capture(between=between, ends=ends)
         return {**found, "values": {key: one for key, one in found.get("values", {}).items() if key not in but}}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """The run continues from what :meth:`capture` returned."""
+        """Continue from what :meth:`capture` returned."""
         self._variables.resume(saved)
 
     @property
     def compared_later(self) -> Collection[str]:
-        """The names of what is lost, but may be made as it was: that will show."""
+        """Names of lost variables that the script may create again with the same values; they are compared later."""
         return self._variables.compared_later
 
     def lost(self) -> list[str]:
@@ -97,7 +97,7 @@ class ScriptVariables:
 
 
 def lost_in_words(lost: Sequence[str], but: str) -> str | None:
-    """Return which variables are lost, in words, but those that are named already."""
+    """Return which variables are lost, in words, without those that ``but`` names already."""
     names = [name for name in lost if re.sub(r"`(.*)` of (.*)", r"\2.\1", name) not in but]
     return _in_words(names) if names else None
 

@@ -1,4 +1,4 @@
-"""Logged values that are open at a save: means in progress, torchmetrics, and what callbacks were told last."""
+"""Captures and restores logged values that are open at a save: means in progress, torchmetrics, last known values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()  # where it is: the save takes it from there without waiting for the device
+        return value.detach().clone()  # on its device: the save copies it from there without waiting for the device
     return value
 
 
@@ -33,7 +33,7 @@ def _detached(value: Any) -> Any:
 
 
 def _plain(metric: Metric) -> dict[str, Any]:
-    # the position in a running window, the extremes so far: attributes that are no states
+    # attributes that are no metric states, such as the position in a running window, or the extremes so far
     return {
         name: value
         for name, value in vars(metric).items()
@@ -42,7 +42,7 @@ def _plain(metric: Metric) -> dict[str, Any]:
 
 
 def _state(metric: Metric, plain: Mapping[str, Any]) -> dict[str, Any]:
-    # states are changed in place, but what a list state holds is not
+    # states are changed in place, but tensors in a list state are not
     states = {name: getattr(metric, name) for name in metric._defaults}
     return {
         "plain": plain,
@@ -69,7 +69,7 @@ class FollowedMetric:
             for name, value in _plain(self.metric).items()
             if not _same(value, self.begun.get(name))
         }
-        # what wraps others may be updated without counting it
+        # a metric that wraps others may be updated without counting the update
         return _state(self.metric, plain) if plain or self.metric._update_count else None
 
 
@@ -86,7 +86,7 @@ class MetricsMoment:
     # The values logged in this epoch so far. They are replaced, never changed, so they are not copied.
     results: Mapping[str, Mapping[str, Any]]
     metrics: Mapping[str, Mapping[str, Any]]  # state of each torchmetric of the model that has been updated
-    connector: Mapping[str, Any]  # what callbacks, loggers and the progress bar were told last
+    connector: Mapping[str, Any]  # the values last given to callbacks, loggers and the progress bar
 
     @classmethod
     def take(cls, internals: Internals, metrics: Iterable[FollowedMetric]) -> MetricsMoment:
@@ -108,7 +108,7 @@ class MetricsMoment:
         )
 
     def encode(self, internals: Internals) -> dict[str, Any]:
-        """Return the values as plain data and tensors, which are on their devices."""
+        """Return the values as plain data and tensors, which stay on their devices."""
         live = internals.results
         return {
             "results": {
@@ -118,7 +118,7 @@ class MetricsMoment:
             },
             "metrics": {
                 name: {
-                    "states": dict(state["states"]),  # copies, and lists of what nobody changes
+                    "states": dict(state["states"]),  # copies already, and lists of tensors that never change
                     "plain": dict(state["plain"]),
                     "updates": state["updates"],
                 }
@@ -137,7 +137,7 @@ def torchmetrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
     found: dict[int, tuple[str, Metric]] = {}
     for child in module.modules():
         if isinstance(child, MetricCollection):
-            # members that share a state see it only after they are asked for
+            # members that share a state get it only when they are accessed
             child.values(copy_state=False)
     for name, child in module.named_modules():
         if isinstance(child, Metric):
@@ -154,7 +154,7 @@ def torchmetrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
 
 
 def follow_metrics(module: torch.nn.Module, known: Iterable[FollowedMetric] = ()) -> list[FollowedMetric]:
-    """Find the torchmetrics of a model; those that are known stay so."""
+    """Find the torchmetrics of a model; those in ``known`` keep the attributes that they were first found with."""
     begun = {id(followed.metric): followed.begun for followed in known}
     found = []
     for name, metric in torchmetrics_of(module):
@@ -183,7 +183,7 @@ def _encode_meta(result: Any) -> dict[str, Any]:
 
 
 def restore_metrics(internals: Internals, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Undo :meth:`MetricsMoment.encode` in a new Trainer."""
+    """Restore the values of :meth:`MetricsMoment.encode` in a new Trainer."""
     device = internals.trainer.strategy.root_device
     for name, tracker in _trackers(module):
         while len(tracker) < state.get("trackers", {}).get(name, 0):
@@ -218,7 +218,7 @@ def _decode_result(
     saved: Mapping[str, Any],
     device: torch.device,
 ) -> Any:
-    # what self.log() would have made of the same value
+    # builds what self.log() would have created for the same value
     module = sys.modules[collection.__module__]
     meta = saved["meta"]
     place, name = meta["reduce_fx"]
@@ -234,7 +234,7 @@ def _decode_result(
     )
     result = module._ResultMetric(rebuilt, meta["is_tensor"])
     result.to(device)
-    if meta.get("dtype") is not None:  # each epoch begins with it again
+    if meta.get("dtype") is not None:  # each epoch starts from the default value
         result._defaults["value"] = result._defaults["value"].to(getattr(torch, meta["dtype"]))
     if meta["is_tensor"]:
         result.value = saved["value"].to(device)
@@ -252,15 +252,15 @@ def _decode_result(
 
 @functools.cache
 def _restored(kind: Any) -> Any:
-    """Return a kind of ``_Metadata`` that becomes what the script says when it logs the value again.
+    """Return a subclass of ``_Metadata`` that takes over the arguments of the script's next ``self.log`` of the value.
 
-    Lightning compares what ``self.log`` is called with to what it was called with before, and refuses another
-    ``prog_bar``. Here, that was another run: the script may have been changed since.
+    Lightning compares these arguments with those of the call before, and refuses another ``prog_bar``, for example.
+    Here, the call before was in another run, and the script may have been changed since.
     """
 
     class Restored(kind):  # type: ignore[misc]
-        of: Any  # the value that this is of
-        is_said: bool  # what has changed: by rank 0, for all
+        of: Any  # the result that has this metadata
+        is_said: bool  # whether to warn about changes: on rank 0, for all ranks
 
         def __eq__(self, now: Any) -> bool:
             if type(now) is not kind:
@@ -284,7 +284,7 @@ def _restored(kind: Any) -> Any:
 
         __hash__ = kind.__hash__
 
-        def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has its Trainer's
+        def __reduce__(self) -> tuple[Any, ...]:  # a copy is Lightning's own class
             return kind.__new__, (kind,), {name: vars(self)[name] for name in kind.__dataclass_fields__}
 
     return Restored

@@ -1,4 +1,4 @@
-"""A checkpoint of another model: one error that names the file, the first tensors that differ, and what to do."""
+"""Raises one error for a checkpoint of another model: the file, the first tensors that differ, and what to do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WRAPPED = ("load_model_state_dict", "load_optimizer_state_dict")
 
 
 def name_mismatches(trainer: Any) -> None:
-    """Let a Trainer's strategy raise :class:`StateMismatchError` where a checkpoint does not fit the model.
+    """Make a Trainer's strategy raise :class:`StateMismatchError` if a checkpoint does not fit the model.
 
-    Lightning loads the model before it asks any callback, so the public methods of the strategy that load are wrapped.
+    Lightning loads the model before it calls any callback, so the strategy's public methods that load are wrapped.
     """
     unwrap(trainer)
     strategy = trainer.strategy

@@ -18,9 +18,8 @@ _Flags = dict[str, dict[str, Any]]
 class Modes:
     """The ``training`` flags, ``requires_grad`` and settings of a model, as far as training has changed them.
 
-    Settings are numbers and texts that torch's modules keep in attributes: ``p`` of ``Dropout``, ``momentum`` of
-    ``BatchNorm1d``. What its user freezes or sets in another way before a resume stays so, unless the run had changed
-    it.
+    Settings are numbers and strings that torch's modules keep in attributes: ``p`` of ``Dropout``, ``momentum`` of
+    ``BatchNorm1d``. What the user freezes or sets differently before a resume stays so, unless the run had changed it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -39,7 +38,7 @@ class Modes:
         }
 
     def capture(self) -> _Flags:
-        """Return what has changed, by the names of modules and parameters; flags of what is new begin with True."""
+        """Return what has changed, by the names of modules and parameters; flags of new ones count as True before."""
         now, begun = self._read(), self._begun
         flags = {
             kind: {name: flag for name, flag in now[kind].items() if flag is not begun[kind].get(name, True)}
@@ -72,6 +71,6 @@ def _settings_of(child: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=256)
 def _set_by_torch(kind: Any) -> frozenset[str]:
-    """Return the attributes that torch's class of a module sets, but those that every module has."""
+    """Return the attributes that torch's class of a module sets, except those that every module has."""
     of_torch = next(base for base in kind.__mro__ if base.__module__.startswith("torch."))
     return set_by_libraries(of_torch) - set_by_libraries(torch.nn.Module)

@@ -1,6 +1,6 @@
-"""Which parameters the groups of a fit's optimizers have, where hooks have changed what ``configure_optimizers`` made.
+"""Captures and restores optimizers' parameter groups that hooks have changed since ``configure_optimizers``.
 
-An optimizer loads a state only if its groups are as large as those that saved it. A new process has those of
+An optimizer loads a state only if its groups are as large as those that saved it. A new process has the groups of
 ``configure_optimizers``, and the hook that adds others may not run, or only later.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_given_back: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that got their groups here
+_given_back: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose groups were restored here
 
 Groups = list[list[list[str]]]  # names of parameters, by optimizer and group
 
@@ -26,7 +26,7 @@ class ParameterGroups:
         self._first: list[list[list[int]]] = []
 
     def begin(self) -> None:
-        """Know what ``configure_optimizers`` has made."""
+        """Note the groups that ``configure_optimizers`` has made."""
         self._first = self._members()
 
     def _members(self) -> list[list[list[int]]]:
@@ -45,9 +45,9 @@ class ParameterGroups:
 
     @contextlib.contextmanager
     def temporarily(self, before: Groups | None) -> Iterator[None]:
-        """Let hooks find the groups of ``before`` (None for those that were made), which they may change.
+        """Set the groups of ``before`` (None: the original ones) inside the context, for hooks that change them.
 
-        Where a callback has given them back, it knows that it finds them changed.
+        Groups that a callback itself has restored are not set: that callback expects to find them changed.
         """
         optimizers = self._trainer.optimizers
         kept = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
@@ -64,9 +64,9 @@ class ParameterGroups:
 
 
 def restore_groups(trainer: Any, saved: Groups | None, states: Sequence[Mapping[str, Any]]) -> None:
-    """Give the optimizers the groups that :meth:`ParameterGroups.capture` returned; next, ``states`` will be loaded.
+    """Restore the groups that :meth:`ParameterGroups.capture` returned, before the optimizers load ``states``.
 
-    Those that a callback has given them already stay.
+    Groups that a callback has restored already stay.
     """
     if saved is None or len(saved) != len(trainer.optimizers) or trainer.strategy.restore_checkpoint_after_setup:
         return
@@ -82,7 +82,7 @@ def restore_groups(trainer: Any, saved: Groups | None, states: Sequence[Mapping[
         made = [{**one, "params": of} for one, of in zip(settings, found, strict=True)]
         if members == wanted[: len(members)]:
             for group in made[len(members) :]:
-                optimizer.add_param_group(group)  # which some optimizers override
+                optimizer.add_param_group(group)  # some optimizers override this method
         else:
             optimizer.param_groups[:] = made
 

@@ -1,7 +1,7 @@
-"""What a restore rounds, and how it gets its bits back.
+"""Restores the exact bits of tensors that Lightning's restore has rounded.
 
 Lightning restores weights before it converts the module to ``precision="64-true"``, so they pass through ``float32``.
-Of optimizers, see :mod:`ckpt_core.state.optimizer_types`.
+For optimizers, see :mod:`ckpt_core.state.optimizer_types`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Precision:
     """
 
     def __init__(self, checkpoint: Mapping[str, Any], module: torch.nn.Module) -> None:
-        # with weight averaging, the weights that are trained are the second
+        # with weight averaging, the second one has the weights that are trained
         states = [checkpoint.get(key) for key in ("state_dict", "current_model_state")]
         weights = [
             {name: value for name, value in state.items() if is_number(value)}
@@ -40,7 +40,7 @@ class Precision:
         self._optimizers = [states_in_order(state, usual=usual) for state in checkpoint.get("optimizer_states", ())]
 
     def restore_weights(self, module: torch.nn.Module) -> None:
-        """Give tensors of the module that were rounded, and have the type again that was saved, their bits."""
+        """Copy the saved values into tensors of the module that were rounded and have the saved type again."""
         for name, tensor in _tensors(module):
             for saved in (named[name] for named in self._weights if name in named):
                 if _is_rounded(tensor, saved, self._loaded_as[name]):
@@ -48,7 +48,7 @@ class Precision:
                         tensor.copy_(saved)
 
     def restore_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
-        """Give state that was rounded the type that it had."""
+        """Give optimizer state that was rounded its saved type and values again."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
 
         def type_of(parameter: torch.Tensor) -> torch.dtype | None:
@@ -70,9 +70,9 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def as_python_numbers(settings: Any) -> Any:
-    """Return settings of optimizers and schedules with Python's numbers for those of NumPy that are the same.
+    """Return settings of optimizers and schedules with NumPy's numbers replaced by equal Python numbers.
 
-    ``torch.load`` refuses NumPy's, as they come of ``group["lr"] = np.interp(...)``.
+    ``torch.load`` refuses NumPy's, which come from code such as ``group["lr"] = np.interp(...)``.
     """
     if type(settings) is dict:
         return {name: one if name in ("params", "state") else as_python_numbers(one) for name, one in settings.items()}

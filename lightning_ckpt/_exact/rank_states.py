@@ -1,4 +1,4 @@
-"""The exact state of all ranks in a checkpoint: what each rank keeps apart, and what another number of ranks gets."""
+"""The exact state of all ranks in a checkpoint: what each rank writes itself, and elastic resume on other ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ckpt_core.state.kinds import Kind
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.loaders import TrainingData
 
-# beside the gradients, and no names that a parameter can have
+# keys among those of the gradients, which no parameter can have as its name
 _APART = {"post_local_sgd": "post-localSGD/", "buffers": "buffers/"}
 
 
 def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest."""
+    """Split a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest."""
     large = dict(mine["gradients"])
     large |= {key: mine[name] for name, key in _APART.items() if mine[name]}
     return large, {**mine, "gradients": {}, **{name: {} for name in _APART}}
 
 
 def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, Any]:
-    """Undo :func:`keep_apart` in the exact state of all ranks, with what some ranks wrote themselves, by rank."""
+    """Undo :func:`keep_apart` in the exact state of all ranks; ``apart`` is what ranks wrote themselves, by rank."""
     ranks = list(state[Kind.PER_RANK.value])
     for rank, saved in apart.items():
         if rank < len(ranks) and ranks[rank] is not None:
@@ -35,11 +35,11 @@ def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, An
 
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
-    """Return what a rank continues with of the exact state of all ranks; refuse that of no rank.
+    """Return what a rank of another number of ranks continues with of the exact state of all; raise if none is saved.
 
-    It has the random generators of the rank of its number, or, if there was none, generators that follow from those of
-    the first and from its number. Without ``gradients``, what was accumulated in an open window is left out, which is
-    begun again; where the user steps, nobody knows when it began, and every rank gets the mean.
+    It has the random generators of the rank of its number, or, if there was none, generators derived from those of
+    the first and from its number. Without ``gradients``, those accumulated in an open window are left out, and the
+    window begins again. With manual optimization, only the user's code knows where it began: all ranks get their mean.
     """
     ranks = [saved for saved in state[Kind.PER_RANK.value] if saved is not None]
     if not ranks:
@@ -52,7 +52,7 @@ def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> d
 
 
 def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Say what differs from a run that was not interrupted: all ranks ``shared``, and this continues with ``mine``."""
+    """Return how this resume differs from an uninterrupted run; ``shared`` is of all ranks, ``mine`` of this rank."""
     problem = data.elastic_problem(mine["data"])
     if problem is None:
         rest = "every sample that was left of the epoch is used once"
@@ -66,10 +66,10 @@ def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[
 def continue_elastic(
     data: TrainingData, shared: Mapping[str, Any], state: Mapping[str, Any], *, begin_window_again: bool
 ) -> dict[str, Any]:
-    """Let the loaders continue with what is left of the epoch, and count its batches as these ranks do.
+    """Make the loaders continue with what is left of the epoch, and count its batches as these ranks do.
 
-    ``state`` is what the loaders were captured as on one of the ranks that saved. Returns ``shared``, with what remains
-    to be done and the counters of the loops for these ranks.
+    ``state`` is the state of the loaders on one of the ranks that saved. Returns ``shared``, with the phase and the
+    counters of the loops changed for these ranks.
     """
     phase, progress = shared["phase"], copy.deepcopy(shared["progress"])
     again = 0

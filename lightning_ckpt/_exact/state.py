@@ -1,4 +1,4 @@
-"""Captures the exact state of a fit, and continues from it.
+"""Captures the exact state of a fit for a checkpoint, and restores it at a resume.
 
 A save can happen at many points of Lightning's loops. Each is one of a few *phases*, named by what remains to be done:
 
@@ -11,8 +11,8 @@ A save can happen at many points of Lightning's loops. Each is one of a few *pha
 ``epoch_end``           the end of an epoch after its ``on_train_epoch_end`` hooks
 ======================  ================================================================================================
 
-A resumed run puts all counters and values where they were and does what remains. Lightning's own restart logic, which
-repeats or leaves out parts of it, is not used.
+A resumed run restores all counters and values, and then does what remains. Lightning's own restart logic, which
+repeats or leaves out parts of that, is not used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from lightning_ckpt.io import NO_STATE_KEY
 
 KEY = "lightning_ckpt"
 VERSION = 1
-# of the phases that come after hooks: a run that stops inside of those is in that phase already
+# the hooks before each of these phases; a run that stops inside such a hook is in the phase already
 _LAST_HOOKS = {
     "batch_end": "on_train_batch_end",
     "validation_end": "on_validation_end",
@@ -91,7 +91,7 @@ _IN_PROGRESS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Moment:
-    """What changes while a batch or a validation is in progress, as it was before."""
+    """The values that a batch or a validation in progress changes, as they were before it."""
 
     rng: RngState
     metrics: MetricsMoment
@@ -103,8 +103,8 @@ class _Moment:
 class ExactState(Live):
     """The exact state of one Trainer, shared by all callbacks on it.
 
-    With ``replay``, loaders are always brought back by reading again; ``warn`` is called on rank 0 with the causes why
-    a resume is not exact.
+    With ``replay``, the position of loaders is always restored by reading batches again; ``warn`` is called on rank 0
+    with the causes why a resume is not exact.
     """
 
     def __init__(self, trainer: Any, replay: bool, warn: Callable[[str], None]) -> None:
@@ -131,21 +131,21 @@ class ExactState(Live):
         self._after_hooks: list[Callable[[], None]] = []
         self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
-        # by what says of which epoch loaders are: the step, and generators as they were before, if to make them draws
+        # for train and val loaders: the step at which they were made, and the generators before, if making them draws
         self._made: dict[str, Any] = {}
         self._made_noted: tuple[dict[str, Any], Noted] | None = None
         self._drawn = (0, "")
-        self._to_make: dict[str, dict[str, Any]] = {}  # of what is resumed from
-        # whether this fit, or the one before it, had nothing left to train in a checkpoint of the one after it
+        self._to_make: dict[str, dict[str, Any]] = {}  # the same in the checkpoint that is resumed from
+        # ahead: this fit had nothing left to train, in the checkpoint of a later fit; behind: the fit before was ahead
         self._is_ahead = self._is_behind = False
-        self._ahead: Callable[[], Any] = _no_model  # the model of the one before it then
-        self._precision: Precision | None = None  # of what is restored, until the training starts
-        self._buffers: Collection[str] = ()  # that the module began with
-        self._late: dict[str, torch.Tensor] = {}  # what is restored, of which the module has nothing yet
+        self._ahead: Callable[[], Any] = _no_model  # returns the model of the fit that was ahead
+        self._precision: Precision | None = None  # for rounded tensors of the checkpoint, until training starts
+        self._buffers: Collection[str] = ()  # names of the module's buffers at the start of the fit
+        self._late: dict[str, torch.Tensor] = {}  # saved tensors for which the module has no place yet
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
         self._validation_progress: dict[str, Any] = {}
-        self._before: Digests = {}  # the validation
+        self._before: Digests = {}  # of attributes, before the validation
         self._validation_over = False
         self._modes_outside: dict[str, dict[str, bool]] = {}
         self._averaged = False
@@ -159,7 +159,7 @@ class ExactState(Live):
         self._recording: Recording | None = None
         # Called before each batch is fetched and each validation begins
         self.at_moment: Callable[[], None] | None = None
-        # The state of all ranks that checkpoints are to hold, where they can be asked no more
+        # The state of all ranks to save instead of gathering it, when a rank has died
         self.joined: dict[str, Any] | None = None
         self._released = False
         self._internals.before_iterators(self._before_iterators)
@@ -170,7 +170,7 @@ class ExactState(Live):
 
     @classmethod
     def of(cls, trainer: Any, replay: bool, warn: Callable[[str], None]) -> ExactState:
-        """Return the state of a Trainer that begins a fit; the same for each callback on it."""
+        """Return the state of a Trainer that starts a fit; all its callbacks share it."""
         before: ExactState | None = getattr(trainer, _ATTRIBUTE, None)
         if before is not None and not before._released:
             return before
@@ -182,13 +182,13 @@ class ExactState(Live):
 
     @staticmethod
     def resumed_ahead(trainer: Any) -> bool:
-        """Return whether the last fit of a Trainer had nothing to train, in a checkpoint of a later one."""
+        """Return whether a Trainer's last fit had nothing left to train in the checkpoint of a later fit."""
         state = getattr(trainer, _ATTRIBUTE, None)
         return state is not None and state._is_ahead
 
     @staticmethod
     def evaluation_begins(trainer: Any, stage: str, warn: Callable[[str], None]) -> None:
-        """Say so if an evaluation sees the weights of a later fit."""
+        """Warn if an evaluation runs with the weights of a later fit."""
         if ExactState.resumed_ahead(trainer) and trainer.is_global_zero:
             warn(
                 f"this trainer.{stage} has the weights of a checkpoint that a later fit had saved: the fit before it "
@@ -196,14 +196,14 @@ class ExactState(Live):
             )
 
     def record(self, recording: Recording) -> None:
-        """Let the steps of the fit be recorded, and compared after a resume."""
+        """Record the steps of the fit in ``recording``, which compares them after a resume."""
         self._recording = recording
         self._data.after_fetch, self._data.after_reading_again = recording.fetched, recording.read_again
 
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def fit_started(self) -> None:
-        """The model is wrapped and on its device; nothing has been trained."""
+        """Note what the fit starts with; called when the model is wrapped and on its device."""
         self._trains = False
         if self._trainer.world_size > 2:
             rebuild_ddp_buckets(self._trainer.strategy.model)
@@ -216,7 +216,7 @@ class ExactState(Live):
         self._resume_limits()
 
     def training_starts(self) -> None:
-        """The hooks ``on_train_start`` run; the loops will look at their counters next."""
+        """Restore counters before the loops read them; called in the hooks ``on_train_start``."""
         self._after_fit = None
         self._trains = not self._is_inside
         precision, self._precision = self._precision, None
@@ -247,7 +247,7 @@ class ExactState(Live):
         self._has_none = self._is_behind = False
 
     def fit_ended(self) -> None:
-        """The fit is over, which may have begun at its end."""
+        """Finish the fit; if nothing was left to train, restore here what the script may use after it."""
         self._variables.ends()
         if self._loaded is not None:
             shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
@@ -259,7 +259,7 @@ class ExactState(Live):
             limits, done = self._internals.limits(), {"max_epochs": epochs, "max_steps": self._trainer.global_step}
             self._is_ahead = any(n > limits[name] for name, n in done.items() if limits[name] not in (None, -1))
             self._ahead = weakref.ref(self._trainer.lightning_module)
-            # what it draws after a fit, such as the weights of the next model
+            # for what a script draws after a fit, such as the weights of the next model
             RngState.decode(mine["rng"]).restore()
         if self._loaded is not None or self._has_none:
             self._announce(self._internals.progress(), "nothing is left to train")
@@ -288,28 +288,28 @@ class ExactState(Live):
         batches = self._taken_in_epoch()
         if batches is not None:
             problem = self._lengths.ended(batches, self._trainer.current_epoch - 1)
-            # what knows its length has lost nothing if it has had as many
+            # loaders that know their length have lost nothing if they gave that many batches
             if problem is not None and batches < self._data.batches_now:
                 self._warn(problem)
         self._is_in_epoch = self._is_cut = False
 
     def _taken_in_epoch(self) -> int | None:
         batch = self._internals.progress()["batch"]["current"]
-        # A hook (on_train_batch_start) has skipped the rest of the epoch. A batch of None is completed, if not started.
+        # True if a hook (on_train_batch_start) skipped the rest of the epoch. A batch of None is completed, not started
         is_cut = self._is_cut or max(batch["started"], batch["completed"]) < batch["ready"]
         return self._data.taken if self._is_in_epoch and not (self._is_inside or is_cut) else None
 
     def _whole_epoch(self) -> int | None:
-        # who resumes after the last batch of an epoch counts from the next one on
+        # a run that resumes after the last batch of an epoch counts only later epochs, so this one is counted now
         return None if is_cut_short(self._trainer) else self._taken_in_epoch()
 
     def _cut_after(self, progress: Mapping[str, Any]) -> int | None:
-        """Return the batches of an epoch that is over, if the training ended before its last one."""
+        """Return the number of batches of an epoch that ended before its last batch because training ended; or None."""
         is_cut = is_cut_short(self._trainer) and not (progress["is_last_batch"] or self._is_inside)
         return int(progress["current"]["ready"]) or None if is_cut else None
 
     def _look_again(self) -> None:
-        # hooks may have made other ones
+        # hooks may have replaced tensors and metrics
         module = self._trainer.lightning_module
         self._tensors = [*parameters_of([module]), *module.buffers()]
         self._metrics = follow_metrics(module, self._metrics)
@@ -326,10 +326,10 @@ class ExactState(Live):
         return sum(tensor._version for tensor in self._tensors)
 
     def _set_up(self, name: str, set_up: Callable[[], None]) -> None:
-        # a resumed run has the loaders that were made when they were last, in the epoch and by the numbers of then
+        # a resumed run makes its loaders as they were last made before the save: in that epoch, with those generators
         generators, last = self._users.generators, self._internals.combined(name)
         then = self._to_make.get(name, {})
-        made = then if last is None else {}  # a search has them made anew after it
+        made = then if last is None else {}  # after a tuner's search, they are made again
         generators.look()
         if "rng" in made:
             RngState.decode(made["rng"]).restore()
@@ -348,22 +348,22 @@ class ExactState(Live):
         self._made = {**self._made, name: {**by, "step": step} if by or step else None}
 
     def _numbers(self) -> tuple[int, str]:
-        """Return what is another one when random numbers are drawn, of a generator of the user's objects, too."""
+        """Return digests of all generators, also the user's, which differ once random numbers are drawn."""
         return digest_generators(), fingerprint(self._users.generators.generators())
 
     def _before_iterators(self) -> None:
-        self._drawn = self._numbers()  # by which the loaders were made: their iterators draw in every run
+        self._drawn = self._numbers()  # when the loaders are made, because their iterators draw in every run
         self._data.follow()
-        # what a callback trains before the run resumes has its batches
+        # a callback that trains before the training state is restored does get batches
         self._data.idle = self._loaded is not None and not self._resume.awaits_training_state
 
     def _before_fetch(self, rng: RngState) -> None:
         self._batch = self._moment(rng)
         self._backward = self._hooks_are_over = False
-        self._after_hooks = []  # those of hooks that have failed
-        self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
+        self._after_hooks = []  # left over if a hook failed
+        self._validation = self._after_fit = None  # left over if loops failed that a callback ran
         if self._data.attempts <= self._data.begun + self._internals.prefetched:
-            # a step that takes the iterator is counted before it fetches
+            # a training_step that takes the iterator is counted before it fetches
             self._counters.pass_begins(self._data.begun + self._internals.steps_take_the_iterator)
         if not self._window_open(self._internals.counts()["batch"]["ready"]):
             self._accumulation.window_closed()
@@ -371,7 +371,7 @@ class ExactState(Live):
             self.at_moment()
 
     def _run_inside(self, run: Callable[[], Any]) -> Any:
-        # a callback runs the loops while they run; what it interrupts is still under way after that
+        # a callback runs the loops inside the running loops, which continue after that with the state kept here
         kept, begun = {name: vars(self)[name] for name in _IN_PROGRESS}, self._epoch.begun
         self._is_inside = True
         try:
@@ -380,7 +380,7 @@ class ExactState(Live):
         finally:
             vars(self).update(kept)
             self._epoch.begun = begun
-            # what such a callback leaves of the epoch is its own doing
+            # such a callback may leave less of the epoch, which must not look like lost data
             self._is_cut = True
 
     def _before_validation(self) -> None:
@@ -400,27 +400,27 @@ class ExactState(Live):
         self._of_validation = []
 
     def weights_averaged(self, averaged: bool) -> None:
-        """A weight averaging callback has put the averaged weights into the model, or taken them out."""
+        """Note whether a weight averaging callback has put the averaged weights into the model."""
         self._averaged = averaged
 
     def backward_begins(self) -> None:
-        """Gradients begin to change."""
+        """Note that a backward pass begins to change gradients."""
         self._backward = True
 
     def gradients_added(self, module: torch.nn.Module) -> None:
-        """A backward pass is over; remembered where only the user knows when a window ends."""
+        """Note open gradients after a backward pass, if only the user's code knows when a window ends."""
         if not module.automatic_optimization:
             self._open_gradients.update(id(p) for p in module.parameters() if p.grad is not None)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer uses up its gradients."""
+        """Note that an optimizer uses its gradients, which are no longer open."""
         if self._open_gradients:
             self._open_gradients.difference_update(id(p) for group in optimizer.param_groups for p in group["params"])
 
     def after_hooks(self, name: str, save: Callable[[], None]) -> None:
-        """Call ``save`` when the hooks ``name`` have run, of which the module's comes after those of all callbacks.
+        """Call ``save`` when the hooks ``name`` have run; the module's own runs after those of all callbacks.
 
-        ``name`` is ``on_train_batch_end`` or ``on_validation_end``. Where the module has none, it is called at once.
+        ``name`` is ``on_train_batch_end`` or ``on_validation_end``. If the module has none, ``save`` is called at once.
         """
         if self._released or not is_users_own(getattr(type(self._trainer.lightning_module), name, None)):
             save()
@@ -442,7 +442,7 @@ class ExactState(Live):
             self._is_behind_hooks = False
 
     def training_ended(self) -> None:
-        """Keep what saves after the fit are to carry, because the loops will be torn down."""
+        """Capture the state for saves after the fit now, because the loops will be torn down."""
         self._after_fit = self._capture_rank()
         if has_all(self._trainer):
             self._epoch_ended()
@@ -493,12 +493,12 @@ class ExactState(Live):
         self._unswap_averaged_weights(checkpoint)
 
     def _mark_if_replaced(self, saved: Mapping[str, Any]) -> str:
-        """Return the mark of the weights if hooks have put others in their place, or may still do so."""
+        """Return the mark of the weights if hooks have saved others in their place, or may still do so; else ``""``."""
         module = self._trainer.lightning_module
         if self._trainer.strategy.restore_checkpoint_after_setup:
             return ""  # sharded
-        may_be_others = is_users_own(type(module).on_save_checkpoint)  # which runs after this
-        with contextlib.suppress(RuntimeError, ValueError):  # some have no address
+        may_be_others = is_users_own(type(module).on_save_checkpoint)  # the module's hook runs after this
+        with contextlib.suppress(RuntimeError, ValueError):  # some tensors have no data_ptr
             live = [(saved[name], one) for name, one in module.named_parameters() if name in saved]
             may_be_others |= any(
                 not isinstance(kept, torch.Tensor) or kept.data_ptr() != one.data_ptr() for kept, one in live
@@ -506,10 +506,10 @@ class ExactState(Live):
         return _mark_of_weights(module) if may_be_others else ""
 
     def _own_buffers(self, gradients: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the buffers of a rank that has others than rank 0, such as BatchNorm's statistics without DDP.
+        """Return this rank's buffers if they may differ from rank 0's, such as BatchNorm's statistics without DDP.
 
-        DDP gives all ranks those of rank 0 before a forward pass, but not after one in an open accumulation window,
-        which has left ``gradients``; nor after a validation, whose first pass has done so.
+        DDP copies rank 0's buffers to all ranks before a forward pass, but not inside an open accumulation window
+        (``gradients`` are then not empty), nor after a validation, whose first forward pass has done so.
         """
         model, module = self._trainer.strategy.model, self._trainer.lightning_module
         is_synchronized = not gradients or getattr(model, "require_forward_param_sync", False)
@@ -534,15 +534,14 @@ class ExactState(Live):
         return redo or phase == "validation"
 
     def capture_alone(self, *, is_start: bool = False) -> dict[str, Any] | None:
-        """Return the exact state of this rank for a note, without the others; None inside of an accumulation window.
+        """Return the exact state of this rank alone, for a just-in-time note; None inside an accumulation window.
 
-        At the start, with which others only compare what comes after the first window, it is without gradients. It is
-        asked for at each step. Generators of validation loaders are those that were there when the epoch began,
-        and after the last validation.
+        Called at each step. With ``is_start``, it has no gradients: other ranks only compare it with what comes after
+        the first window. Generators of validation loaders are as of the epoch's start or the last validation.
         """
         resumes = self._loaded is not None or self._resume.awaits_training_state
         counts = self._internals.counts()["batch"]
-        # a batch that was trained on, and whose last hooks run, is complete for what a resume does with it
+        # a batch that was trained on counts as complete while its last hooks run, as it does for a resume
         batches = counts["completed"] + (counts["completed"] < counts["processed"] == counts["ready"])
         is_open = self._open_gradients or self._window_open(batches)
         if resumes or self._is_inside or (is_open and not is_start):
@@ -560,9 +559,9 @@ class ExactState(Live):
         return own
 
     def capture_step(self) -> list[dict[str, Any]]:
-        """Return the parts of :meth:`capture_alone` that steps change on each rank in its own way, before a backward.
+        """Return the parts of :meth:`capture_alone` that a step changes differently on each rank, before a backward.
 
-        The second is what comes besides if somebody asks for logged values after it.
+        The second part is added if the logged values are read after it, which changes them.
         """
         moment = self._moment(RngState.capture())
         metrics = moment.metrics.encode(self._internals)
@@ -574,9 +573,9 @@ class ExactState(Live):
         return parts
 
     def _capture_rank(self, *, looks: bool = True, is_saved: bool = False) -> dict[str, Any]:
-        """Return what this rank has; gradients are copied, unless it ``is_saved`` at once by a save that does that."""
+        """Return this rank's state; gradients are copied unless it ``is_saved`` at once by a save that copies them."""
         if looks and self._recording is not None:
-            self._recording.look()  # as a run that resumes from this does
+            self._recording.look()  # a run that resumes from this checkpoint does so, too
         phase, progress, redo = self._phase()
         self._counters.settle(progress, phase, redo=redo)
         progress["accumulation"] = self._accumulation.capture()
@@ -591,7 +590,7 @@ class ExactState(Live):
         generators: Mapping[str, Any] = self._users.generators.generators()
         in_epoch = phase not in ("between_epochs", "epoch_end") and not progress["batch"]["is_last_batch"]
         ends = phase not in ("between_epochs", "epoch_end") and not in_epoch
-        # what begins anew is not read again
+        # the data of an epoch that a resume starts from its beginning is not read again
         notes = self._data.notes() if in_epoch else []
         notes += unsaved_hook_states(self._trainer.strategy.model)
         if phase == "batch_end" and self._changes_late and not self._hooks_are_over:
@@ -629,7 +628,7 @@ class ExactState(Live):
             in_epoch=phase not in ("between_epochs", "epoch_end"),
             ends=ends,
             looks=looks,
-            names=self._trains,  # a search that runs before the training saves, and changes attributes
+            names=self._trains,  # before training, a tuner's search saves, too, and changes attributes
             again=None if again is None else again.attributes,
             before=self._before if phase == "validation" else None,
         )
@@ -687,7 +686,7 @@ class ExactState(Live):
         return [carried.generators() for _, carried in self._of_validation]
 
     def _phase(self) -> tuple[str, dict[str, Any], bool]:
-        """Where the loops are: the phase, the counters to continue with, and whether a batch was interrupted."""
+        """Return the phase of the loops, the counters to continue with, and whether a batch was interrupted."""
         progress = self._internals.progress()
         counted = self._counters.own()
         epoch, batch = counted["epoch"], counted["batch"]
@@ -735,8 +734,8 @@ class ExactState(Live):
         return capture_gradients(module.named_parameters(), copies=copies) if is_kept else {}
 
     def _unswap_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
-        # during validation Lightning's WeightAveraging has put the averaged weights into the model and the trained ones
-        # into the average, and its own hook has named them as if it had not
+        # during validation, Lightning's WeightAveraging has swapped the averaged weights into the model and the trained
+        # ones into the average, but its own hook has saved both under the names that are right without the swap
         if self._averaged and "current_model_state" in checkpoint:
             trained, averaged = checkpoint["state_dict"], checkpoint["current_model_state"]
             checkpoint["current_model_state"], checkpoint["state_dict"] = trained, averaged
@@ -744,11 +743,10 @@ class ExactState(Live):
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Take the exact state out of the checkpoint that a fit resumes from; the fit will continue from it.
+        """Take the exact state from the checkpoint that a fit resumes from; training will continue from it.
 
-        Returns whether it is that checkpoint. Any other is restored by a callback or a hook: that is Lightning's doing,
-        and neither generators nor loaders go back. One that holds no state of this rank, or is of a newer version, is
-        refused.
+        Returns whether ``checkpoint`` is that one. Any other is restored by a callback or a hook: then only Lightning
+        restores, and generators and loaders keep their state. Raises if it has a newer version or lacks this rank.
         """
         if not self._resume.is_loading:
             self._restored_by_others(checkpoint)
@@ -783,7 +781,7 @@ class ExactState(Live):
         there = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         self._late = {name: value for name, value in checkpoint.get("state_dict", {}).items() if name not in there}
         self._variables.resume(state[Kind.REPLICATED.value].get("variables", {}))
-        if self._trainer.strategy.restore_checkpoint_after_setup:  # the fit has started
+        if self._trainer.strategy.restore_checkpoint_after_setup:  # fit_started was called already
             self._resume_limits()
         return True
 
@@ -821,7 +819,7 @@ class ExactState(Live):
             )
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
         late, self._late = self._late, {}
-        restore_buffers(module, late)  # that on_train_start has made
+        restore_buffers(module, late)  # those that on_train_start has created
         for name in shared.get("made", ()):
             _make_buffer(module, name, late)
         self._users.resume(shared.get("set_by_hooks", {}))
@@ -833,7 +831,7 @@ class ExactState(Live):
             self._users.after_hooks()
             restore_buffers(module, late)
             self._internals.set_progress(shared["progress"])
-        # until here, what the hooks save holds what is resumed from
+        # until here, a checkpoint that a hook saves holds the same state as the one that is resumed from
         self._loaded = None
         if not resharded and "epoch_lengths" in shared:
             self._lengths.resume(shared["epoch_lengths"])
@@ -850,10 +848,10 @@ class ExactState(Live):
                 "ModelPruning goes back to other weights than in the run that saved, as this process began with "
                 "others (set the same seed before the model is built, at every start)"
             )
-        is_comparable = self._trainer.is_global_zero and not resharded  # it is the first rank's
+        is_comparable = self._trainer.is_global_zero and not resharded  # the saved digests are rank 0's
         other_data = self._users.other_data(shared.get("data", {})) if is_comparable else None
         causes = [*shared["notes"], *causes, *filter(None, [other_data])]
-        # what is compared when it has been read again needs no warning if it was the same
+        # these need no warning if the batches are read again and compare equal
         is_read = self._recording is not None and not (resharded or mine["data"]["between"])
         awaits_reading = [cause for cause in causes if is_read and cause in (DRAWS_WHILE_READ, READS_ON)]
         causes = [cause for cause in causes if cause not in awaits_reading]
@@ -893,7 +891,7 @@ class ExactState(Live):
         if shared["phase"] in ("between_epochs", "epoch_end"):
             self._enter(mine["data"], rng, resharded)
             if mine["data"]["between"] and self._trainer.current_epoch == 0:
-                # the iterators of the first epoch are made before it begins; it was saved before that
+                # the checkpoint is from before the first epoch, whose iterators are made before the epoch begins
                 iter(self._internals.fetcher)
             before = self._users.digests()
             self._begin_epoch(begin_epoch)
@@ -907,11 +905,11 @@ class ExactState(Live):
             def enter() -> None:
                 self._enter(mine["data"], rng, resharded)
                 fetcher, length = self._internals.fetcher, mine["data"].get("length")
-                # a longer one now is that of another `limit_train_batches`
+                # if the length is larger now, `limit_train_batches` has changed
                 if None not in (length, fetcher.length) and not (causes or resharded):
                     fetcher.length = max(length, fetcher.length)
                 self._is_in_epoch = not mine["data"]["between"]
-                is_other = self._data.is_as_read is False  # which is told while it is read
+                is_other = self._data.is_as_read is False  # warned about during reading
                 if awaits_reading and self._recording is not None and self._data.is_as_read is None:
                     is_other = True
                     self._warn("; ".join(awaits_reading))
@@ -924,7 +922,7 @@ class ExactState(Live):
     def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> bool:
         ends = shared.get("variables", {}).get("ends", True)
         lost, later = self._variables.lost(), self._variables.compared_later
-        # other callbacks save before the module's own hook, which may put back what it has put aside
+        # callbacks save before the module's own hook, which may restore values that it has put aside
         aside = shared.get("aside", shared["phase"] in ("validation", "validation_end"))
         changed = shared.get("changed", {})
         problem = self._users.differences(changed, before, steps_make_anew=not ends, is_aside=aside, but=later)
@@ -949,7 +947,7 @@ class ExactState(Live):
             if not resharded:
                 self._data.go_to(data)
             iter(self._internals.fetcher)
-        # whatever getting there has drawn
+        # restoring the position may have drawn numbers
         rng.restore()
 
     def _continue_epoch(self, shared: Mapping[str, Any], fetched: int, enter: Callable[[], None]) -> None:
@@ -966,17 +964,17 @@ def _mark_of_weights(module: torch.nn.Module) -> str:
 
 
 def _make_buffer(module: torch.nn.Module, name: str, saved: Mapping[str, torch.Tensor]) -> None:
-    """Give a module a buffer that its steps make, where there is none yet."""
+    """Register a saved buffer that training steps create, if the module does not have it yet."""
     owner, _, key = name.rpartition(".")
-    with contextlib.suppress(AttributeError):  # nor has it the module
+    with contextlib.suppress(AttributeError):  # the submodule does not exist yet either
         of = module.get_submodule(owner)
         if name in saved and getattr(of, key, None) is None:
             of._buffers[key] = saved[name].to(next((p.device for p in module.parameters()), "cpu"), copy=True)
 
 
 def _no_model() -> None:
-    """What a reference returns to a model that is gone."""
+    """Return None, as a weak reference to a deleted model does."""
 
 
 def _keep_quiet(causes: str) -> None:
-    """Rank 0 says it for all."""
+    """Do nothing: rank 0 warns for all ranks."""

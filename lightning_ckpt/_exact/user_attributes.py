@@ -1,9 +1,10 @@
-"""What module, datamodule and callbacks keep in their attributes: generators are captured, lost changes are named.
+"""User variables in attributes of module, datamodule and callbacks: captures generators, warns about lost changes.
 
-Attributes themselves are not put back: a user may have meant another value. But each one that the run has changed is
-remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back. Numbers that were
-not there when training started, and are not at a resume, are put back: what reads them would fail. So is what the
-source sets back again and again, as the sum of an epoch's losses, or their list that Lightning's documentation shows.
+Attributes are not restored in general: the user may have changed a value on purpose. But the digest of each one that
+the run has changed is saved, so that a resume detects whether hooks and ``state_dict`` have restored it. Numbers that
+did not exist when training started, and do not at a resume, are restored: code that reads them would fail. So are
+values that the source resets again and again, such as the sum of an epoch's losses, or the list of outputs that
+Lightning's documentation shows.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from ckpt_core.state.lost_variables import (
 from ckpt_core.state.object_walk import Found, set_by_libraries
 from lightning_ckpt._private.replacing import Live
 
-# their state is captured by others
+# other modules capture the state of these
 _FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTracker, Optimizer, LRScheduler)
 _HOLDS = ("state_dict", "on_save_checkpoint")
 _MODULE = ("module", "datamodule")
 _NAMED = 5
 _UNKNOWN = object()
 _EMPTY = {fingerprint(kind()) for kind in (list, dict, set, deque)}
-_SCALARS = (bool, int, float, str, type(None))  # None also for what there is not yet
+_SCALARS = (bool, int, float, str, type(None))  # None may stand for a value to come
 _NUMBERS = (bool, int, float, type(None))
 _FOLLOWED_VALUES = (*_NUMBERS, np.generic, list, torch.Tensor)
 _HELD = 1 << 20  # bytes
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (np.ndarray, np.generic)
 _SET_ANEW = (int, float, torch.Tensor, *_ARRAYS)
-# what these set is set once in a run
+# hooks that run once: what they set is set once in a run
 _ONCE = """
     prepare_data configure_model configure_optimizers configure_callbacks on_fit_start on_sanity_check_start
     on_sanity_check_end on_train_start on_train_end on_fit_end teardown on_exception on_save_checkpoint
@@ -62,12 +63,12 @@ _VALIDATION_BEGINS = frozenset({"on_validation_start", "on_validation_epoch_star
 
 Digests = dict[str, dict[str, str]]
 Place = tuple[str, str]  # an object, and the path to a value that it carries
-# The dictionary that a number, tensor or list is in; itself; the length of the list, the version of the tensor
+# The dictionary that a number, tensor or list is in; the value itself; a list's length or a tensor's version
 Before = tuple[Any, Any, int]
 
 
 class UsersObjects(Live):
-    """Module, datamodule and callbacks of one Trainer, as far as their classes are the user's."""
+    """Tracks the attributes of one Trainer's module, datamodule and callbacks of the user's own classes."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -86,17 +87,17 @@ class UsersObjects(Live):
         }
         self.generators = Carried(self._owners, plain=False)
         self._at_start: Digests = {}
-        self._begun: Digests | None = None  # after the module's own on_train_start, in a run that is no resume
+        self._begun: Digests | None = None  # after the module's own on_train_start; empty in a resumed run
         self._by_hooks: Digests = {}
-        self._by_hooks_before: Digests = {}  # in the run that is resumed from
+        self._by_hooks_before: Digests = {}  # the same of the interrupted run
         self._copies: dict[str, dict[str, Any]] = {}
-        self._to_come: dict[str, dict[str, Any]] = {}  # what is in objects that hooks make
+        self._to_come: dict[str, dict[str, Any]] = {}  # saved values in objects that hooks have yet to create
         self._looked_at: set[tuple[str, str, bool]] = set()
-        self._put_back: dict[Place, str] = {}  # with fingerprints of what they were at first
-        self._set_back: dict[Place, bool] = {}  # whether the source sets it back, for those that steps have changed
-        self._followed: dict[Place, tuple[Any, Any]] = {}  # what steps may change: in which dictionary, and its key
+        self._put_back: dict[Place, str] = {}  # restored attributes, with the digests of their first values
+        self._set_back: dict[Place, bool] = {}  # for attributes that steps have changed: whether the source resets them
+        self._followed: dict[Place, tuple[Any, Any]] = {}  # what steps may change: the dictionary it is in, and its key
         self._size = 0
-        self._changed: dict[str, list[str]] = {}  # at the last save, with what only tells
+        self._changed: dict[str, list[str]] = {}  # at the last save, including records such as a list of losses
 
     def digests(self) -> Digests:
         """Return the digests of all plain attributes."""
@@ -109,13 +110,13 @@ class UsersObjects(Live):
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def training_starts(self) -> None:
-        """What changes from now on is changed by training."""
+        """Take the digests at the start of training: changes from now on are made by training."""
         self.generators.look()
         self._at_start = self.digests()
         self._follow()
 
     def epoch_began(self, before: Digests) -> None:
-        """The hooks of the epoch's start have run; ``before`` are the digests from before them."""
+        """Note what the hooks of the epoch's start have set; ``before`` are the digests from before them."""
         self.generators.look()
         self._begun = before if self._begun is None else self._begun
         for name, now in self.digests().items():
@@ -138,7 +139,7 @@ class UsersObjects(Live):
         return sum(len(vars(owner)) for owner in self._owners.values())
 
     def now(self) -> dict[Place, Before]:
-        """Return what numbers, lists and tensors are that steps may change; called before each batch."""
+        """Return the present numbers, lists and tensors that steps may change; called before each batch."""
         if self._attributes() != self._size:
             self._follow()
         before: dict[Place, Before] = {}
@@ -167,13 +168,13 @@ class UsersObjects(Live):
         again: Mapping[Place, Before] | None = None,
         before: Digests | None = None,
     ) -> tuple[Digests, dict[str, dict[str, Any]]]:
-        """Return the digests of what has changed since the objects were set up, without lists that only tell.
+        """Return the digests of attributes that changed since setup, except of records such as a list of losses.
 
-        Also return the attributes that training made, as far as they are numbers. What training has changed and no
-        state holds is named, once. With ``in_epoch``, a resume continues an epoch, and does not begin the next one,
-        whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that. ``again`` is
-        what :meth:`now` returned, and ``before`` the digests, before what a resume does again. Without ``looks``, lists
-        of what is on a device are left out: to read them waits for it. Without ``names``, nothing is named.
+        Also return the small values of attributes that training created. Once for each attribute, warn if training has
+        changed it and no state holds it. With ``in_epoch``, a resume continues an epoch, and does not begin the next
+        one, whose hooks would set their attributes again; if the epoch ``ends``, no step sets any before its end.
+        ``again`` is what :meth:`now` returned, and ``before`` the digests, before what a resume repeats. Without
+        ``looks``, lists of device tensors are left out: reading them waits. Without ``names``, there is no warning.
         """
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
@@ -204,7 +205,7 @@ class UsersObjects(Live):
                 by_hooks = path in made or path in self._by_hooks_before.get(name, {})
                 if path in made_by_steps[name] or (not looks and path in kept) or (not in_epoch and by_hooks):
                     continue
-                look = (name, path, ends and path in new)  # whatever reads one that is not there fails
+                look = (name, path, ends and path in new)  # code that reads one that does not exist fails
                 is_as_begun = digest in (start.get(path), begun.get(path), made.get(path))
                 if not is_as_begun and look not in self._looked_at:
                     self._looked_at.add(look)
@@ -214,7 +215,7 @@ class UsersObjects(Live):
                 found_lost = [(_kinds(owner, path), path, values.get(path)) for path in lost]
                 setters = zip(lost, setters_of(found_lost), strict=True)
                 anew = {path: not by.isdisjoint(_VALIDATION_BEGINS) for path, by in setters}
-                once = are_made_once(found_lost)  # a resume warns if it makes another value, where it looks for that
+                once = are_made_once(found_lost)  # a resume compares the new value, and warns if it differs
                 if self._trainer.strategy.restore_checkpoint_after_setup:
                     once = [False] * len(found_lost)
                 stay = zip(lost, (k and not o for k, o in zip(are_kept(found_lost), once, strict=True)), strict=True)
@@ -231,12 +232,12 @@ class UsersObjects(Live):
         return left, made_by_steps
 
     def data(self) -> Digests:
-        """Return the digests of the data that module and datamodule began with and had unchanged at the last save."""
+        """Return the digests of data that module and datamodule had at the start and, unchanged, at the last save."""
         changed = self._changed
         return {name: plain.data(changed.get(name, ())) for name, plain in self._plain.items() if name in _MODULE}
 
     def not_before(self, before: Digests) -> set[str]:
-        """Return the places of what training had not changed ``before``, as ``Variables`` calls them."""
+        """Return the attributes that training had not changed ``before``, by the names that ``Variables`` uses."""
         return {
             f"`{path}` of {type(self._owners[name]).__name__}"
             for name, found in before.items()
@@ -245,7 +246,7 @@ class UsersObjects(Live):
         }
 
     def _is_made(self, name: str, path: str, digests: Mapping[str, str]) -> bool:
-        """Whether training made an attribute, or changes what is set back, and not a hook of an epoch's start alone."""
+        """Return whether training, and not a hook of an epoch's start, made an attribute, or changed a reset one."""
         owner: Any = self._owners[name]
         start = self._at_start.get(name, {path: ""})
         is_new = path not in start and path in vars(owner) and not hasattr(type(owner), path)
@@ -259,7 +260,7 @@ class UsersObjects(Live):
         return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, made))
 
     def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
-        """Find out what the source sets back or sets anew again and again, so that nobody meant another value."""
+        """Find attributes that the source resets or sets again and again, whose values are thus not user settings."""
         new = {
             (name, path): found
             for name, values in changed.items()
@@ -268,7 +269,7 @@ class UsersObjects(Live):
         }
         values: dict[Place, tuple[tuple[type, type], str, Any, str]] = {}
         for (name, path), found in new.items():
-            # a flag may say that there is what no other process has
+            # a flag may say that something exists which only this process has
             is_kept = isinstance(found.holder, dict) and not self._plain[name].has_opened(found)
             holder = holder_of(self._owners[name], path) if is_kept else None
             if holder is not None and isinstance(found.value, (torch.Tensor, tuple, *_ARRAYS, *_NUMBERS, *_CONTAINERS)):
@@ -280,31 +281,31 @@ class UsersObjects(Live):
         self._followed = {place: where for place, where in self._followed.items() if self._set_back.get(place, True)}
 
     def _look_for_set_anew(self, changed: Mapping[Place, Found]) -> None:
-        """Find numbers that a late hook of a step sets, and an early one of the next uses, as an annealed factor."""
+        """Find numbers that a late hook of a step sets and an early hook of the next uses, e.g. an annealed factor."""
         found = {
             (name, path): one
             for (name, path), one in changed.items()
             if isinstance(one.value, _SET_ANEW)
-            and type(one.value) is not bool  # a reason to stop, of this process
+            and type(one.value) is not bool  # may be a reason to stop, for this process only
             and not self._plain[name].has_opened(one, kinds=(int,))
         }
         values = [(_kinds(self._owners[name], path), path, one.value) for (name, path), one in found.items()]
         self._set_back.update(zip(found, are_set_by_hooks(values, but=_RUN_ONCE), strict=True))
 
     def set_by_hooks(self) -> Digests:
-        """Return the digests of what hooks of an epoch's start have set to another value than it had."""
+        """Return the digests of attributes whose values hooks of an epoch's start have changed."""
         names = {*self._by_hooks, *self._by_hooks_before}
         return {name: {**self._by_hooks_before.get(name, {}), **self._by_hooks.get(name, {})} for name in names}
 
     # ---- at a resume -------------------------------------------------------------------------------------------------
 
     def resume(self, set_by_hooks: Mapping[str, Mapping[str, str]]) -> None:
-        """Know what :meth:`set_by_hooks` returned when it was saved."""
+        """Take over what :meth:`set_by_hooks` returned at the save."""
         self._by_hooks_before = {name: dict(digests) for name, digests in set_by_hooks.items()}
         self._begun = {}
 
     def make_again(self, made: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put back the attributes that training made or filled, and that neither the script nor a state has again."""
+        """Restore attributes that training created or filled, unless the script or a state has restored them."""
         for name, values in made.items():
             if name in self._plain:
                 owner, now = self._owners[name], self._plain[name].digests()
@@ -317,7 +318,7 @@ class UsersObjects(Live):
                 self._to_come[name] = {path: value for path, value in values.items() if path not in (missing | now)}
 
     def before_hooks(self, saved: Mapping[str, Mapping[str, str]]) -> None:
-        """Remember what a checkpoint has brought back, before hooks change it again."""
+        """Copy the attributes that equal the saved ones, before hooks change them."""
         self._copies = {}
         for name, digests in saved.items():
             if name in self._plain:
@@ -327,7 +328,7 @@ class UsersObjects(Live):
                 self._copies[name] = self._plain[name].copy(right)
 
     def after_hooks(self) -> None:
-        """Put back what was as it was saved."""
+        """Restore the copies of :meth:`before_hooks`, and saved values in objects that the hooks have created."""
         for name, values in self._copies.items():
             self._plain[name].restore(values)
         for name, values in self._to_come.items():
@@ -340,7 +341,7 @@ class UsersObjects(Live):
         self._copies, self._to_come = {}, {}
 
     def other_data(self, saved: Digests) -> str | None:
-        """Return what is not the data that the run that saved had begun with, in words, or ``None``."""
+        """Return which data differs from that with which the run that saved had begun, in words, or ``None``."""
         found: list[tuple[type, str, Any]] = []
         for name, digests in saved.items():
             if name in self._plain:
@@ -367,13 +368,13 @@ class UsersObjects(Live):
         is_aside: bool = False,
         but: Collection[str] = (),
     ) -> str | None:
-        """Return what of module and datamodule is not as it was saved, in words, or ``None``.
+        """Return which attributes of module and datamodule differ from the saved ones, in words, or ``None``.
 
-        ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs, and what
-        they had set in the run that saved to the value that it has; but not what they make of what was there, which is
-        told of callbacks, too. With ``steps_make_anew``, numbers and texts do not count that, by the source, each step
-        only sets; nor what is called by a name in ``but``, as :meth:`not_before` has them. What is put aside for a
-        while counts if it may be used when training continues (``is_aside``).
+        ``before`` are digests from before the hooks that began the next epoch. Attributes that these have changed do
+        not count, nor those that they had set to the present value in the run that saved. But values that they compute
+        from earlier values do, also those of callbacks. With ``steps_make_anew``, numbers and strings that, by the
+        source, each step only sets do not count; nor do names in ``but``, which are like those of :meth:`not_before`.
+        Values put aside for a while count if they may be used when training continues (``is_aside``).
         """
         found: list[tuple[type, str, Any]] = []
         made_of_it: list[tuple[type, str, Any]] = []
@@ -395,7 +396,7 @@ class UsersObjects(Live):
             stay = [stays and not anew for stays, anew in zip(stay, back, strict=True)]
         found += [one for one, stays in zip(made_of_it, stay, strict=True) if stays]
         found = [one for one, unused in zip(found, are_put_aside(found), strict=True) if is_aside or not unused]
-        # of a module in the module, by another class
+        # by the attribute's name alone: a submodule's has the name of another class
         found = [one for one in found if not any(name.startswith(f"`{one[1]}` of ") for name in but)]
         set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
         kept = dict(zip(map(id, set_only), are_kept(set_only), strict=True))
@@ -411,12 +412,12 @@ class UsersObjects(Live):
 
 
 def _is_first(digest: str, made: Mapping[str, Any]) -> bool:
-    """Whether a value is what training began with, or, without a sanity check, what the object was made with."""
+    """Return whether a value is that of the start of training or, without a sanity check, of the object's creation."""
     return digest in (made.get("first"), made.get("made"))
 
 
 def _as_before(found: Found, before: Before | None) -> Any:
-    """Return what a value was; something that is not captured if it is not known."""
+    """Return what a value was before; ``_UNKNOWN``, which is not captured, if that is not known."""
     if before is None:
         return _UNKNOWN
     holder, value, changes = before
@@ -428,23 +429,23 @@ def _as_before(found: Found, before: Before | None) -> Any:
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small: a reference to a large one, of which it may be a part, would take memory.
+    """Return whether a tensor may be referenced: its storage, which it may share with a larger one, is small.
 
-    One of the inference mode has no version that tells whether it was changed.
+    Inference tensors may not: they have no version that shows whether they were changed.
     """
     is_plain = tensor.layout == torch.strided and not tensor.is_inference()
     return is_plain and tensor.untyped_storage().nbytes() <= _HELD
 
 
 def _lacks(owner: Any, path: str) -> bool:
-    """Whether an object has no attribute of its own: perhaps its class has what it begins with."""
+    """Return whether an object lacks an attribute of its own; its class may have the initial value."""
     holder, name = holder_of(owner, path), path.rpartition(".")[2]
     own = getattr(holder, "__dict__", None)
     return own is not None and (not hasattr(holder, name) or (hasattr(type(holder), name) and name not in own))
 
 
 def _kinds(owner: Any, path: str) -> tuple[type, ...]:
-    """Return the classes of whose code what is at a path is: a module in the module has its own file."""
+    """Return the classes whose code may use the attribute at ``path``: a submodule may have its own file."""
     holder = holder_of(owner, path)
     return (type(owner),) if holder is owner or holder is None else (type(owner), type(holder))
 
@@ -467,7 +468,7 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
 def _holds_state(kind: type) -> bool:
     for name in _HOLDS:
         if name == "state_dict" and hasattr(kind, "named_parameters"):
-            continue  # of parameters and buffers
+            continue  # torch's state_dict, of parameters and buffers
         owner = next(base for base in kind.__mro__ if name in vars(base) or base is object)
         if not is_library(owner):
             return owner is not object
