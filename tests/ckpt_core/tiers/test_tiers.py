@@ -111,6 +111,10 @@ class Setting:
         verify(self.there(name))
         return self.layout.value(self.layout.checkpointer(), self.there(name))
 
+    def is_uploading(self, name: Any) -> bool:
+        """Whether the thread that uploads has come to the first bytes of a checkpoint, at which a store may hang."""
+        return any(map(writes_of(str(name)), self.storage.operations))
+
     def uploaded(self) -> list[str]:
         """What was uploaded, in order."""
         paths = [event.path for event in self.events if isinstance(event, CheckpointUploaded)]
@@ -227,6 +231,7 @@ def test_at_the_end_the_newest_is_uploaded_next(setting: Setting, gate: threadin
         setting.layout.save(run, setting.here(step), step)
     run.remove(setting.here(1))
     run.wait()
+    until(lambda: setting.is_uploading(0))  # which need not be soon, and until then the order may change
     closing = threading.Thread(target=run.close)
     closing.start()
     until(lambda: run._uploader.queue.pending[1] == setting.here(3))
@@ -242,6 +247,7 @@ def test_at_the_end_the_newest_is_one_that_was_saved_again(setting: Setting, gat
     for step, name in enumerate(["0", "1", "last", "2", "last"]):
         setting.layout.save(run, setting.here(name), step)
     run.wait()
+    until(lambda: setting.is_uploading(0))
     closing = threading.Thread(target=run.close)
     closing.start()
     until(lambda: run._uploader.queue.pending[1] == setting.here("last"))
@@ -392,7 +398,7 @@ def test_closing_leaves_what_a_store_that_is_down_for_long_does_not_take(
         setting.layout.save(run, setting.here(step), step)
     run.wait()
     begins.set()
-    until(lambda: run.failures == 1)
+    until(lambda: run.failures == 1 and setting.is_uploading(1))
     setting.storage.has_given_up = True
     closing = threading.Thread(target=run.close)
     closing.start()
