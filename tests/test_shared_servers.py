@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.moto_server import OneAtATime
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
 from tests.support.shared_servers import ROOT, ServerPool
@@ -95,6 +98,35 @@ def test_after_the_last_has_left_another_server_is_started(tmp_path: Path) -> No
     assert is_up(after) and after != before
     pool.close()
     assert goes_down(after)
+
+
+def test_moto_answers_a_request_when_it_is_done_with_the_one_before() -> None:
+    has_arrived, is_begun, may_end, sizes = threading.Semaphore(0), threading.Event(), threading.Event(), []
+
+    class Body(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            has_arrived.release()
+            return super().read(size)
+
+    def answer(environ: dict[str, Any], _: Any) -> None:
+        is_begun.set()
+        assert may_end.wait(200)
+        sizes.append(environ["wsgi.input"].getbuffer().nbytes)
+
+    answer_in_turn = OneAtATime(answer)
+    requests = [{"CONTENT_LENGTH": str(size), "wsgi.input": Body(b"x" * 9)} for size in (5, 7)]
+    threads = [threading.Thread(target=answer_in_turn, args=(request, None)) for request in requests]
+    threads[0].start()
+    assert has_arrived.acquire(timeout=200)
+    assert is_begun.wait(200)
+    is_begun.clear()
+    threads[1].start()
+    assert has_arrived.acquire(timeout=200), "a client that is slow to send holds up no other"
+    assert not is_begun.wait(0.2)
+    may_end.set()
+    for thread in threads:
+        thread.join(200)
+    assert sizes == [5, 7]
 
 
 def test_what_is_missing_is_told_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,8 +147,9 @@ def start_moto(home: Path) -> Iterator[Server]:
     _require_packages("moto", "flask", "s3fs")
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
-    program = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    with _running([sys.executable, "-c", program], home, lambda: _answers(f"{endpoint}/moto-api/")):
+    command = [sys.executable, "-m", "tests.support.moto_server", str(port)]
+    env = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with _running(command, home, lambda: _answers(f"{endpoint}/moto-api/"), env=env):
         yield Server("moto", endpoint, "s3", s3_options(endpoint), home)
 
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import os
-import signal
-import subprocess
-import sys
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +28,7 @@ from ckpt_core.buffers import StagingBuffer
 from ckpt_core.storage import FileWriter, LocalStorage, Storage, is_remote, local_path, storage_for
 from ckpt_core.storage.base import ReaderIO
 from tests.support.ports import free_port
+from tests.support.servers import MissingServerError, start_moto
 from tests.support.states import assert_same_state, tensor_of
 
 BLOCK = 4096
@@ -42,34 +38,11 @@ S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", 
 @pytest.fixture(scope="session")
 def s3_endpoint(tmp_path_factory: pytest.TempPathFactory, unavailable: Callable[[str], NoReturn]) -> Iterator[str]:
     """A real S3 server, moto, on a free port of this machine."""
-    for package in ("moto", "s3fs", "flask"):
-        if importlib.util.find_spec(package) is None:
-            unavailable(f"{package} is not installed")
-    port = free_port()
-    log = tmp_path_factory.mktemp("moto") / "log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-c", f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **S3_ENVIRONMENT},
-            start_new_session=True,
-        )
-    endpoint = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5).close()
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"moto did not start: {log.read_text()}")
-                time.sleep(0.1)
-        yield endpoint
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        with start_moto(tmp_path_factory.mktemp("moto")) as server:
+            yield server.endpoint
+    except MissingServerError as missing:
+        unavailable(str(missing))
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
