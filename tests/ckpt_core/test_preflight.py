@@ -50,6 +50,7 @@ torch.distributed.init_process_group("gloo")
 with Checkpointer(**CheckpointerOptions(strategy="async").settings()) as checkpointer:
     for number in range(2):
         checkpointer.save({"weight": torch.ones(3)}, f"{sys.argv[1]}/{rank_of_process()}/{number}.ckpt")
+torch.distributed.barrier()  # one that leaves earlier ends the other, if that is still connecting
 torch.distributed.destroy_process_group()
 """
 
