@@ -1,1 +1,1 @@
-"""The save pipeline: from a state to committed bytes, for both layouts."""
+"""The save pipeline of both layouts: stages a state, writes it in the background, and commits the checkpoint."""

@@ -1,7 +1,7 @@
-"""The buffers into which states are copied: lent to one save after the other, and kept.
+"""Pools the host buffers that states are staged into: each is lent to one save at a time, and kept for the next.
 
-Copying into memory that is used again and again runs at memory speed; copying into fresh memory runs at a fifth of it,
-because every page must first be found and cleared.
+Copying into memory that is reused runs at memory speed; copying into newly allocated memory runs at a fifth of that,
+because the system first has to find and clear every page.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ckpt_core.process.threads import start
 
 
 class BufferPool:
-    """At most ``limit`` staging buffers, lent one by one and kept for the next save.
+    """A pool of at most ``limit`` staging buffers, each lent to one save at a time and kept for the next.
 
-    All of them together take ``most_bytes`` at the most (None: any number): each gets an equal share, of whole windows.
+    Together they take at most ``most_bytes`` (None: no limit); each gets an equal share, in whole windows.
     """
 
     def __init__(self, limit: int, most_bytes: int | None = None) -> None:
@@ -27,14 +27,14 @@ class BufferPool:
         self._share = None if most_bytes is None else most_bytes // limit // WINDOW * WINDOW
         self._lent = 0
         self._idle: list[StagingBuffer] = []
-        self._outside: list[StagingBuffer] = []  # those that are lent and may be kept when they come back
+        self._outside: list[StagingBuffer] = []  # lent buffers that are kept when they come back (not after close())
         self._changed = threading.Condition()
         self._reserving: threading.Thread | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate a buffer of ``nbytes`` in the background, for a save to come; one that comes sooner waits for it.
+        """Allocate a buffer of ``nbytes`` in the background for the next save; a save that comes earlier waits for it.
 
-        Where there is no memory for it, that save says so; where one is under way, it has allocated.
+        A lack of memory is ignored here, and is handled by that save. If all buffers are lent, nothing is allocated.
         """
 
         def allocate() -> None:
@@ -53,7 +53,7 @@ class BufferPool:
         return self._lent >= self._limit
 
     def acquire(self, nbytes: int) -> StagingBuffer:
-        """Lend a buffer of ``nbytes`` or a save's share, waiting until one is free."""
+        """Lend a buffer of ``nbytes``, or of the share of one save if that is less; wait until one is free."""
         if self._share is not None:
             nbytes = min(nbytes, self._share)
         is_lent, buffer = False, None
@@ -69,19 +69,19 @@ class BufferPool:
                     buffer.is_lent = True
                     return buffer
                 if len(idle) + self._lent > self._limit:
-                    # Replace one that is too small, so that memory never exceeds the limit.
+                    # Replace an idle buffer that is too small, so that there are never more than the limit.
                     self._idle.remove(idle[0])
                     idle[0].close()
             try:
                 buffer = StagingBuffer(nbytes, pinned=True)
             except OutOfMemoryError:
                 with self._changed:
-                    self._free_idle()  # those that are too small
+                    self._free_idle()  # all of them are too small
                 buffer = StagingBuffer(nbytes, pinned=True)
             self._outside.append(buffer)
             buffer.is_lent = True
             return buffer
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # also on Ctrl-C
             with self._changed:
                 self._lent -= is_lent
                 if buffer in self._outside:
@@ -95,10 +95,10 @@ class BufferPool:
             self._changed.wait_for(lambda: self._lent < self._limit)
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Take a lent buffer back; doing it again after Ctrl-C is doing it once."""
+        """Take a lent buffer back; safe to call again after Ctrl-C."""
         with self._changed:
             if buffer.is_lent:
-                buffer.is_lent, self._lent = False, self._lent - 1  # no signal is handled between the two
+                buffer.is_lent, self._lent = False, self._lent - 1  # one statement: no signal handler runs in between
             if buffer in self._outside:
                 self._outside.remove(buffer)
                 self._idle.append(buffer)
@@ -107,7 +107,7 @@ class BufferPool:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free the buffers, those that are lent when they come back."""
+        """Free the buffers; lent ones are freed when they come back."""
         reserving, self._reserving = self._reserving, None
         if reserving is not None:
             reserving.join()

@@ -1,14 +1,14 @@
-"""Copies of a state into a staging buffer: in which order, on which streams, and who waits for them.
+"""Stages tensors of accelerators: copies them into a host buffer on side streams, optionally overlapped with training.
 
-Tensors of accelerators are copied on a side stream behind the work that is queued. Where copies overlap with training,
-the training thread waits for none of them, and the devices wait as late as is right:
+Copies run on a side stream, after the work already queued. Where they overlap with training, the training thread waits
+for none of them, and the devices wait as late as is correct:
 
-- What only an optimizer's step changes, its parameters and their state, is copied late: while the next forward and
-  backward pass run. The step's stream waits for it, in a hook that torch calls before every step of every optimizer.
-- Everything else is copied early: the streams of the thread that saves wait for it when the save returns. So no rule
-  is needed for buffers, gradients and averages of weights, whose changes nobody announces.
-- That nothing else has written to what is copied late is not believed but checked, by sums over its bytes: before
-  anything that comes after the save, and after the copy. If they differ, the save fails.
+- What only an optimizer step changes (the parameters of the optimizer and their state) is copied late: during the next
+  forward and backward pass. The step's stream waits for it, in a hook that torch calls before every optimizer step.
+- Everything else is copied early: the streams of the saving thread wait for it when the save returns. So no rule is
+  needed for buffers, gradients and averages of weights, which change without any hook being called.
+- Whether anything but the optimizer has written to what is copied late is checked, by sums over its bytes: taken before
+  any work queued after the save, and again after the copy. If the sums differ, the save fails.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ckpt_core._layouts.safetensors import resolved
 from ckpt_core.geometry import merged
 from ckpt_core.process.threads import Latch, start, wait_through
 
-COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
-LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
-_WIDEST = 4  # bytes of a number: of wider ones, the sums do not see the signs
-EARLY_BYTES = 64 * 2**20  # of devices that a save may hold when it returns; what is copied late stays there anyway
+COPY_GROUP = 64 * 2**20  # bytes copied by one call: takes so long that acquiring the GIL between calls is negligible
+LATE_PIECE = 2**20  # bytes: copying less takes no longer than queueing the sums over it
+_WIDEST = 4  # bytes per element: in wider ones, the sums miss it if the signs of two change
+EARLY_BYTES = 64 * 2**20  # device memory that a save may still hold when it returns, in addition to what is copied late
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -43,33 +43,33 @@ Piece = tuple[int, torch.Tensor, torch.Tensor]
 _Ranges = dict[torch.device, list[tuple[int, int]]]
 
 _lock = threading.RLock()  # a signal handler that saves may interrupt the step of an optimizer
-_hooks: list[Any] = []  # one, when there is a checkpointer that overlaps
-# Those that have stepped since they are watched, which the hook reaches, with the handle of their own last hook.
+_hooks: list[Any] = []  # the handle of the global hook, once a checkpointer overlaps its copies
+# Optimizers for which the global hook was called, each with the handle of the hook that we registered last on it.
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-_under_way: list[BackgroundCopy] = []  # those that copy something late
+_under_way: list[BackgroundCopy] = []  # unfinished copies that copy something late
 
 
 class BackgroundCopy:
-    """Copies tensors of accelerators into host memory, behind the work that is queued, while the caller pickles.
+    """The copy of a state from accelerators into host memory, made after the queued work and while the caller pickles.
 
-    They are copied on a side stream of their device, which starts after the work already queued on the current one. The
-    calling thread queues what it has to wait for, or its devices have to (with ``overlaps``); a thread of this class
-    queues the rest, and waits. It starts when the caller has pickled: both would take the GIL from each other, at every
-    tensor. However it ends, nothing is written to the targets afterwards, and no tensor is held.
+    Tensors are copied on a side stream of their device, after the work already queued on the current stream. The
+    calling thread queues the early copies, for which it (with ``overlaps``: its devices) has to wait. A thread of this
+    object queues the late copies, and waits for all; it starts once the caller has pickled, because the two would
+    compete for the GIL at every tensor. However the copy ends, nothing is written to the targets afterwards, and no
+    tensor is referenced.
 
-    ``pieces`` are ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with
-    them.
+    ``pieces`` are ``(end, target, source)``: two ``uint8`` tensors of the same size, and the offset where they end.
     """
 
     def __init__(self, pieces: Iterable[Piece], *, overlaps: bool = False) -> None:
         early, late = list(pieces), list[Piece]()
         if overlaps:
             early, late = _divide(early)
-        # In this order: the copies begin behind the sums.
+        # In this order, because the copies have to run after the sums.
         self._sums = RowSums(sources for _, _, sources in _groups(late))
         self._streams = SideStreams(source for _, _, source in [*early, *late])
         self._overlaps = overlaps and self._streams.may_be_late
-        if late and not self._overlaps:  # a device without streams, for which the host has waited
+        if late and not self._overlaps:  # a device without streams, which the host has already waited for
             early, late = sorted([*early, *late], key=_end), []
             self._sums = RowSums([])
         self._late = late
@@ -79,10 +79,10 @@ class BackgroundCopy:
         self._progress = threading.Condition()
         self._late_events: Events = {}
         self._is_late_queued = Latch()
-        # For the thread, or for whoever gives up on it, whichever comes first; the latter twice where Ctrl-C ends it.
+        # Acquired by _run on its thread or by abandon, whichever is first. Reentrant: abandon may run twice (Ctrl-C).
         self._claim = threading.RLock()
         self._ended = Latch()
-        # What a save holds for its own sake must not stay when it returns, if it is much.
+        # Much device memory that only the save holds must be free again when the save returns.
         self._waits_for_early = sum(source.numel() for _, _, source in early if not source.is_cpu) > EARLY_BYTES
         try:
             with self._streams.entered(), torch.inference_mode(False), torch.no_grad():
@@ -105,7 +105,7 @@ class BackgroundCopy:
                     self._copy_late()
                     self._is_torn = self._sums.differ()
                 finally:
-                    self._streams.synchronize()  # whatever has failed: the targets are about to be used again
+                    self._streams.synchronize()  # also after an error: the targets are about to be reused
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
         finally:
@@ -116,13 +116,13 @@ class BackgroundCopy:
         queued = self._queue(late, sums=self._sums)
         self._late_events = self._streams.record(source for _, _, source in late)
         self._is_late_queued.set()
-        # Early ones are not in the order of the buffer where there are late ones.
+        # With late pieces, the early ones are not contiguous in the buffer, so no offset can be reported for them.
         self._follow(self._queued, advances=not late)
         late = []
         self._follow(queued)
 
     def _end(self) -> None:
-        self._late = []  # what the caller has let go of is free from now on
+        self._late = []  # release the tensors: this may be the last reference
         self._queued.clear()
         self._sums = RowSums([])
         self._is_late_queued.set()
@@ -132,10 +132,10 @@ class BackgroundCopy:
         self._advance(sys.maxsize)
 
     def _queue(self, pieces: list[Piece], *, sums: RowSums | None = None) -> _Queued:
-        """Queue copies, group by group, or make those that no stream is needed for."""
+        """Queue the copies, group by group; without streams, make them at once."""
         queued: _Queued = collections.deque()
         for end, targets, sources in _groups(pieces):
-            # What does not block needs a stream to wait for afterwards.
+            # A non-blocking copy can only be waited for on a stream.
             torch._foreach_copy_(targets, list(map(resolved, sources)), non_blocking=self._streams.may_be_late)
             if sums is not None:
                 sums.add(sources)
@@ -143,7 +143,7 @@ class BackgroundCopy:
         return queued
 
     def _follow(self, queued: _Queued, *, advances: bool = True) -> None:
-        """Wait for queued copies, and let go of what they have copied."""
+        """Wait for queued copies, and release the tensors that they have copied."""
         while queued:
             end, events, _ = queued.popleft()
             for event in events.values():
@@ -159,10 +159,10 @@ class BackgroundCopy:
     # ---- the thread that trains --------------------------------------------------------------------------------------
 
     def hand_over(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Return when the caller may change the state, by a step of an optimizer what is copied late.
+        """Return when the caller may change the state; what is copied late, only by an optimizer step.
 
-        The calling thread does ``meanwhile`` first. What that or the copy raises is raised, but for what is copied
-        late: :meth:`wait` does.
+        The calling thread calls ``meanwhile`` first. Errors of ``meanwhile`` and of the copy are raised here, except
+        with ``overlaps`` those of the background thread, which :meth:`wait` raises.
         """
         meanwhile()
         if self._overlaps and self._waits_for_early:
@@ -177,12 +177,12 @@ class BackgroundCopy:
             self.wait()
 
     def let_training_wait(self) -> None:
-        """Let what this thread queues from now on wait for the late copies, too."""
+        """Make what this thread queues on devices from now on wait for the late copies, too."""
         wait_through(self._is_late_queued)
         let_devices_wait(self._late_events)
 
     def abandon(self) -> None:
-        """Return when nothing is copied any more; :meth:`hand_over` has raised, or is never called."""
+        """Return when no copy is running any more; for when :meth:`hand_over` has raised or will not be called."""
         if not self._claim.acquire(blocking=False):
             self.settle()
             return
@@ -193,11 +193,11 @@ class BackgroundCopy:
             self._end()
 
     def settle(self) -> None:
-        """Return when nothing is copied any more, whatever has become of the copy."""
+        """Return when no copy is running any more, even if the copy failed."""
         wait_through(self._ended)
 
     def wait(self) -> bool:
-        """Return when all bytes are copied: whether they are the bytes of one moment; raise what the copy raised."""
+        """Wait until the copy has ended; return whether all bytes are of one moment, or raise what the copy raised."""
         self.settle()
         if self._error is not None:
             raise self._error
@@ -206,7 +206,7 @@ class BackgroundCopy:
     # ---- the thread that writes --------------------------------------------------------------------------------------
 
     def wait_until(self, offset: int) -> None:
-        """Return when everything up to ``offset`` is copied; if that failed, :meth:`wait` raises why."""
+        """Return when everything up to ``offset`` is copied; raise if the copy failed (:meth:`wait` raises why)."""
         with self._progress:
             self._progress.wait_for(lambda: self._reached >= offset)
         if self._error is not None:
@@ -250,7 +250,7 @@ def _divided(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _divide(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Divide pieces into what is copied early, and what only the step of an optimizer changes."""
+    """Divide pieces into those to copy early, and those to copy late because only an optimizer step changes them."""
     ranges = _ranges_of_optimizers()
     early, late = list[Piece](), list[Piece]()
     for piece in pieces:
@@ -277,7 +277,7 @@ def _may_be_late(source: torch.Tensor, ranges: _Ranges) -> bool:
 
 
 def _ranges_of_optimizers() -> _Ranges:
-    """Return the addresses of what the optimizers change whose steps the hook sees; those that touch are one."""
+    """Return the address ranges, per device, that watched optimizers change; adjacent ranges are merged."""
     with _lock:
         optimizers = list(_stepped)
     found: dict[torch.device, list[tuple[int, int]]] = {}
@@ -299,7 +299,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
             for tensor in (parameter, *(state.values() if isinstance(state, dict) else ())):
                 if type(tensor) in _PLAIN_TYPES:
                     yield tensor
-                # Of a DTensor, what this process has of it.
+                # Of a DTensor, the local part.
                 elif hasattr(tensor, "to_local") and type(local := tensor.to_local().detach()) in _PLAIN_TYPES:
                     yield local
 
@@ -313,27 +313,27 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def watch_optimizers() -> None:
-    """Learn of every optimizer that steps from now on, so that a step can wait for what is copied late."""
+    """Register a hook on all optimizers, so that every step from now on waits for what is copied late."""
     with _lock:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
-            os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has no streams, and no such thread
+            os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has neither streams nor the thread
 
 
 def wait_staged() -> None:
-    """Let what the caller queues on accelerators from now on wait until the state of the saves so far is copied.
+    """Make what the caller queues on accelerators from now on wait until the state of all saves so far is copied.
 
-    For what changes parameters or an optimizer's state, and is no step of a ``torch.optim.Optimizer``, where saves
-    overlap with training. The devices wait; this returns at once.
+    To be called, where saves overlap with training, before anything other than a step of a ``torch.optim.Optimizer``
+    changes parameters or optimizer state. The devices wait; this function returns at once.
     """
     for copy in tuple(_under_way):
         copy.let_training_wait()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():  # it would not be called again
+    if torch.compiler.is_compiling():  # it is only traced: the compiled step would not wait
         return
-    # An optimizer's own hooks are called after this one, and may save: whoever changes the state waits after them, too.
+    # The optimizer's own hooks run after this one, and may save: the step waits again in the last hook, re-registered.
     with _lock:
         if (last := _stepped.pop(optimizer, None)) is not None:
             last.remove()
@@ -365,5 +365,5 @@ def _closure(args: Any, kwargs: Any) -> Any:
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-    """Whether the step calls a closure before it changes anything, in which Lightning computes all, and may save."""
+    """Return whether the step calls a closure before it changes anything: Lightning's closure may save."""
     return callable(_closure(args, kwargs)) and type(optimizer).__module__.startswith("torch.optim.")

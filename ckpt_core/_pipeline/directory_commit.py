@@ -1,4 +1,4 @@
-"""Directories that are checkpoints: what is there before a save, what a failed one leaves, and copies."""
+"""Commits directory checkpoints: publishes, copies, reads the previous one, and deletes what a failed save left."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
 from ckpt_core.storage.base import transfer
 
-_LISTING_SECONDS = 10.0  # a network filesystem may be that late in showing what another machine has written
+_LISTING_SECONDS = 10.0  # a network filesystem may take that long to list what another machine has written
 logger = logging.getLogger(__name__)
 
-_TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # of an earlier save or copy in the same place
+_TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # the suffix of file names from a save or copy over an older checkpoint
 
 # ---- what is at a path before a save ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Previous:
-    """The checkpoint that is at the path before a save."""
+    """The checkpoint that is at a path before a save."""
 
     exists: bool  # whether there is one
-    files: Collection[str] = ()  # its own files
-    extra: Mapping[str, ExtraFile] = dataclasses.field(default_factory=dict)  # those that callers added, by name
+    files: Collection[str] = ()  # names of its own files
+    extra: Mapping[str, ExtraFile] = dataclasses.field(default_factory=dict)  # files that the caller added, by name
 
 
 NOTHING = Previous(exists=False)
 
 
 def read_manifest(storage: Storage, path: str) -> tuple[bytes, Manifest]:
-    """Return the manifest of the checkpoint at ``path``: its bytes, and what they say."""
+    """Return the manifest of the checkpoint at ``path``: its bytes, and the decoded manifest."""
     with storage.open(f"{path}/{MANIFEST_NAME}") as reader:
         data = reader.read_whole()
     return data, Manifest.decode(data, path=path)
 
 
 def files_of(manifest: Manifest) -> tuple[set[str], dict[str, ExtraFile]]:
-    """Return the names of the files that a checkpoint consists of, and the files that callers have added, by name."""
+    """Return the names of a checkpoint's own files, and the files that the caller added, by name."""
     own = {file.name for rank in manifest.ranks for file in rank.files}
     own |= {rank.digests.name for rank in manifest.ranks if rank.digests is not None}
     return own, {file.name: file for rank in manifest.ranks for file in rank.extra_files}
@@ -63,7 +63,7 @@ def names_of_files(storage: Storage, path: str) -> set[str]:
 
 
 def previous_at(storage: Storage, path: str) -> Previous:
-    """Return what is at ``path``, if an object store says."""
+    """Return the checkpoint at ``path``; raise only if an object store cannot tell whether there is one."""
     try:
         _, manifest = read_manifest(storage, path)
     except CheckpointNotFoundError:
@@ -71,14 +71,14 @@ def previous_at(storage: Storage, path: str) -> Previous:
     except StorageError:
         if is_remote(path):
             raise
-        return NOTHING  # a file, or a directory that cannot be read: replacing it will tell
+        return NOTHING  # a file, or an unreadable directory: if it cannot be replaced, the commit will raise
     except CheckpointError:
-        return Previous(exists=True)  # damaged, or of another program: nothing there is known to be ours
+        return Previous(exists=True)  # damaged, or written by another program: no file there is known to be ours
     return Previous(True, *files_of(manifest))
 
 
 def unchangeable(name: str, path: str) -> StorageError:
-    """Return the error for a file of a caller that would have to change in the same moment as the manifest."""
+    """Return the error for a caller's file that would have to change at the same moment as the manifest."""
     return StorageError(
         f"{name!r} has changed and cannot be replaced together with the rest of the checkpoint",
         path=path,
@@ -88,7 +88,7 @@ def unchangeable(name: str, path: str) -> StorageError:
 
 
 def not_alone(name: str, path: str) -> StorageError:
-    """Return the error for a file of a caller where another job may be writing one of the same name."""
+    """Return the error for a caller's file when another job may be writing a file of the same name."""
     return StorageError(
         f"another job saves into the same directory, and could overwrite {name!r}, which has the same name in all "
         "checkpoints",
@@ -102,9 +102,9 @@ def not_alone(name: str, path: str) -> StorageError:
 
 
 def discard(storage: Storage, path: str, token: str, created: Sequence[str]) -> None:
-    """Delete what a save has left; a failure is logged.
+    """Delete the files that a failed save has created; a failure to delete is logged.
 
-    What a manifest names stays: a store may have committed it, and only its answer was lost.
+    Files in the manifest at ``path`` stay: the store may have committed the save, and only its reply was lost.
     """
     try:
         previous = previous_at(storage, path)
@@ -115,7 +115,7 @@ def discard(storage: Storage, path: str, token: str, created: Sequence[str]) -> 
 
 
 def leave(storage: Storage, path: str, token: str) -> None:
-    """End this process's work on a directory; a failure is logged."""
+    """Clean up this process's temporary files for a directory; a failure is logged."""
     try:
         storage.leave_directory(path, token)
     except CheckpointError as error:
@@ -136,9 +136,9 @@ def copy_directory(
 ) -> int:
     """Make ``target`` a copy of a checkpoint, and return its size in bytes; called by all ranks.
 
-    Rank 0 does it; the others learn the outcome. ``find_source`` is called there: it returns the storage that has the
-    checkpoint, and its path, or raises. ``is_alone`` says whether no other job may be writing files of the same names
-    in the same place. ``before_commit`` is called when all files are there; if it raises, no checkpoint appears.
+    Rank 0 copies; the others learn the outcome. On rank 0, ``find_source`` returns the storage that has the checkpoint
+    and its path, or raises; ``is_alone`` returns whether no other job may be writing files of the same names in the
+    target's directory; ``before_commit`` is called when all files are copied; if it raises, no checkpoint appears.
     """
     joint.join()
     created: list[str] = []
@@ -190,7 +190,7 @@ def copy_directory(
 
 
 def has_suffix(name: str) -> bool:
-    """Return whether a file's name is that of one save alone."""
+    """Return whether a file's name ends with the token of one save, so that no other save writes that name."""
     return _TOKEN.search(name.rpartition(".")[0]) is not None
 
 
@@ -200,7 +200,7 @@ def _suffixed(name: str, token: str) -> str:
 
 
 def _renamed(manifest: bytes, new_names: Mapping[str, str]) -> bytes:
-    """Return the manifest of the same content in files of other names."""
+    """Return the same manifest with its files renamed."""
     document = json.loads(manifest)
     for rank in document["ranks"]:
         for file in (*rank["files"], *([] if rank["digests"] is None else [rank["digests"]])):
@@ -218,7 +218,7 @@ def _renamed(manifest: bytes, new_names: Mapping[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def errors_name(path: str, *, written_to: str) -> Iterator[None]:
-    """Let errors name files below ``path``, where the user knows them, and not where they are written to."""
+    """Change the paths in errors from the temporary directory ``written_to`` to ``path``, which the user knows."""
     try:
         yield
     except CheckpointError as error:
@@ -239,11 +239,11 @@ def publish(
     keeps_old: bool = False,
     is_shared: bool = True,
 ) -> None:
-    """Make what was written the checkpoint at its path, in the place of what was there.
+    """Publish the files written for a save as the checkpoint at ``path``, replacing the previous one.
 
-    ``sizes`` are those of the files that the ranks have written, to ``written_to``; ``added`` the names of callers'
-    files. With ``keeps_old``, files of the checkpoint before stay where they are; with ``is_shared``, other processes,
-    maybe of other machines, have written some of the files, and all have to be seen here.
+    ``sizes`` are the sizes of the files that the ranks wrote to ``written_to``, by name; ``added`` are the names of the
+    caller's files. With ``keeps_old``, files of the previous checkpoint are not deleted. With ``is_shared``, other
+    processes, maybe on other machines, wrote some of the files, and this one first waits until it sees all of them.
     """
     if is_shared:
         wait_for_files(storage, written_to, sizes, path)
@@ -253,9 +253,9 @@ def publish(
 
 
 def wait_for_files(storage: Storage, directory: str, sizes: Mapping[str, int], path: str) -> None:
-    """Wait until this process sees the files that others have written, of these sizes; raise if it does not.
+    """Wait until this process sees all files, with these sizes, that other ranks have written.
 
-    Then they are on the disk of another machine.
+    Raises a ``StorageError`` after 10 seconds: the files are probably on the local disk of another machine.
     """
     deadline = time.monotonic() + _LISTING_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""A save that writes a directory: one rank's files, written, reported, and committed on rank 0."""
+"""Saves a state as a directory: each rank writes its files and reports them, and rank 0 commits the checkpoint."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ WriteFiles = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class DirectoryState:
-    """What is to be saved."""
+    """The state and the options of one directory save."""
 
     parts: Sequence[Part]  # the state
-    metadata: Mapping[str, Any]  # plain data to keep with the checkpoint; that of rank 0 counts
-    step: int | None  # which step the state is of, if that is known
-    write_files: WriteFiles | AddedFiles | None  # writes files of the caller's own, or has written them
-    slice_replicated: bool  # whether all ranks write a slice of what is the same on all; otherwise rank 0 writes it
+    metadata: Mapping[str, Any]  # plain data to store with the checkpoint; rank 0's is used
+    step: int | None  # the training step of the state, if known
+    write_files: WriteFiles | AddedFiles | None  # a function that writes the caller's own files, or the written files
+    slice_replicated: bool  # whether each rank writes a slice of replicated tensors; otherwise rank 0 writes them
 
 
 class DirectorySave:
@@ -77,7 +77,7 @@ class DirectorySave:
         self._pipeline = pipeline
         self._plans = plans
         self._objects: dict[str, str] = {}
-        self._has_place = True  # no other job writes files of the same names
+        self._has_place = True  # whether no other job may write files of the same names there
         self._files: RankFiles | None = None
         self._added: AddedFiles | None = None
         self._directory = ""
@@ -109,11 +109,11 @@ class DirectorySave:
 
     def take(self, snapshot: Snapshot) -> None:
         assert self._state is not None  # until it is closed
-        self._begun = self._begin()  # from here on, the others learn of a failure
+        self._begun = self._begin()  # from here on, write() reports a failure to the other ranks
         try:
             self._metadata = copy.deepcopy(dict(self._state.metadata))
         except Exception:
-            encode_metadata(self._state.metadata, self.path)  # which names the key
+            encode_metadata(self._state.metadata, self.path)  # raises a better error, with the key
             raise
         rank, world_size = self._joint.group.rank, self._joint.group.world_size
         if rank == 0:
@@ -144,7 +144,7 @@ class DirectorySave:
     # ---- this rank's files -------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot) -> int:
-        if self._begun is None:  # nothing is to be cleaned up, and there may be no storage
+        if self._begun is None:  # take() failed early: nothing to clean up, and maybe no storage
             assert snapshot.failure is not None
             return self._joint.refuse(snapshot.failure)
         self._joint.join()
@@ -188,7 +188,7 @@ class DirectorySave:
             self._has_place = not is_final or self._joint.ask_rank_0("alone", self._is_alone)
             snapshot.wait_taken()
             files, token = self._laid_out, self._joint.token
-            if snapshot.is_copied:  # in the foreground, they are the caller's until the end anyway
+            if snapshot.is_copied:  # otherwise the caller holds the parts until the end anyway
                 files.forget_parts()
             files.identify(token, "" if self._has_place and not previous.exists else f"-{token}")
             sizes = self._write_images(files, snapshot)
@@ -288,7 +288,7 @@ class DirectorySave:
             sizes,
             written_to=self._directory,
             added=extra,
-            keeps_old=not self._has_place,  # another job's save may rely on what was there before
+            keeps_old=not self._has_place,  # another job's save may still need the old files
             is_shared=len(reports) > 1,
         )
         return sum(sizes.values()) + sum(file.size for file in extra.values()) + len(manifest)
@@ -306,16 +306,16 @@ def plan_parts(
     cache: WritePlanCache,
     objects: dict[str, str],
 ) -> list[PartContent]:
-    """Return what of each part this rank writes, found without asking the others.
+    """Return what this rank writes of each part; planned without communication between ranks.
 
-    Names and structures of parts are the same on all ranks. ``objects`` is filled with the types of what the default
-    way of reading will refuse, by key.
+    Names and structures of parts are the same on all ranks. ``objects`` is filled with the names of types that torch's
+    default loading (``weights_only=True``) will refuse, by key.
     """
     planned = []
     for part in parts:
         _check_part(part)
         same = part.kind is not Kind.PER_RANK
-        # A model's are refused: nobody could load into them.
+        # Sparse, quantized or nested tensors are refused unless the part is per-rank: no load could fill them in place.
         forms: dict[int, Form] = {}
         skeleton, tensors = encode_plain(part.state, key=part.name, objects=objects, any_tensor=not same, forms=forms)
         found = {
@@ -358,7 +358,7 @@ def _check_whole(part: Part, tensors: Mapping[str, LocalTensor]) -> None:
 
 
 class AddedFiles:
-    """Files that a caller adds to a checkpoint, in a local ``directory`` until they are moved into it."""
+    """Files that the caller adds to a checkpoint; they are in a local ``directory`` until they are moved into it."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage = storage
@@ -368,11 +368,11 @@ class AddedFiles:
         if self._is_temporary:
             self.directory = tempfile.mkdtemp(prefix="ckpt-")
         else:
-            self.directory = storage.begin_directory(path, self._token)  # on its disk: moving them costs nothing
+            self.directory = storage.begin_directory(path, self._token)  # on the same disk, so that moving is free
 
     @classmethod
     def collect(cls, storage: Storage, path: str, write_files: Callable[[str], None]) -> AddedFiles:
-        """Return what ``write_files`` writes into the directory that it is called with."""
+        """Call ``write_files`` with a new directory, and return the files that it writes there."""
         added = cls(storage, path)
         try:
             write_files(added.directory)
@@ -382,7 +382,7 @@ class AddedFiles:
         return added
 
     def describe(self) -> list[ExtraFile]:
-        """Return the files with their digests; links, of both kinds, are replaced by files of our own."""
+        """Return the files with their digests; symbolic and hard links are first replaced by copies."""
         found = []
         for name in self.names():
             path = self.local_path(name)
@@ -393,21 +393,21 @@ class AddedFiles:
         return found
 
     def _own(self, path: str) -> None:
-        """Replace a link: what others write to their file later must not change the checkpoint's."""
+        """Replace a link with a copy, so that a later write to the linked file does not change the checkpoint."""
         copied = f"{path}.{self._token}"
         shutil.copyfile(path, copied)
         os.replace(copied, path)
 
     def names(self) -> Sequence[str]:
-        """Return the paths of the files within the directory, in their order."""
+        """Return the paths of the files relative to the directory, sorted."""
         return sorted(os.path.relpath(file, self.directory) for file in files_of(self.directory))
 
     def local_path(self, name: str) -> str:
-        """Return where the file ``name`` is now."""
+        """Return the local path of the file ``name``."""
         return os.path.join(self.directory, *name.split("/"))
 
     def close(self) -> None:
-        """Delete what was not moved."""
+        """Delete the files that were not moved."""
         if self._is_temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
         else:

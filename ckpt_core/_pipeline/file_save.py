@@ -1,4 +1,4 @@
-"""A save that writes one file: tensors are staged while the rest of the state is pickled."""
+"""Saves a state as one torch-loadable file: tensors are staged while the rest of the state is pickled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FileSave:
     def complete(self, snapshot: Snapshot) -> None:
         assert self._layout is not None  # take() comes first
         snapshot.finish(functools.partial(self._layout.pickle_into, self._taken_image, self._state))
-        self._state = self._layout = None  # what is written from here on is in the image: a copy, or live tensors
+        self._state = self._layout = None  # all that remains to write is in the image: staged or live tensors
 
     def write(self, snapshot: Snapshot) -> int:
         snapshot.wait_taken()

@@ -1,8 +1,8 @@
-"""Copies of host memory: all of them before anything is written, by a few threads and the one that trains.
+"""Stages tensors that are in host memory: the training thread and a few helpers copy them before anything is written.
 
-Writing at the same time would take memory's bandwidth from the copy, which is what training waits for. Nor do torch's
-own threads copy: those wait for each other after every tensor, which takes milliseconds where the processors have other
-work, and read what they are about to overwrite.
+Writing at the same time would take memory bandwidth from the copy, and training waits for the copy. torch's own thread
+pool is not used: its threads wait for each other after every tensor, which takes milliseconds on busy processors, and
+they read the memory that they are about to overwrite.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.buffers import Move
 from ckpt_core.process.threads import Latch, run_parallel
 
-HOST_PIECE = 8 * 2**20  # bytes: about half a millisecond, which is what threads may end apart
-_SMALL = 2**16  # bytes: to let go of the GIL for less takes longer than to copy it
-_WORTH_THE_GIL = 2 * 2**20  # bytes: threads that copy less at a time keep taking the GIL from the one that pickles
+HOST_PIECE = 8 * 2**20  # bytes: takes about half a millisecond, so the threads end at most that far apart
+_SMALL = 2**16  # bytes: below this, releasing the GIL takes longer than copying
+_WORTH_THE_GIL = 2 * 2**20  # bytes: threads that copy less per call keep taking the GIL from the pickling thread
 _FEW = 64  # copies
-_MOST_THREADS = 8  # more do not copy faster
+_MOST_THREADS = 8  # more threads do not copy faster
 
-_move_small = ctypes.PyDLL(None).memmove  # which keeps the GIL
+_move_small = ctypes.PyDLL(None).memmove  # PyDLL: keeps the GIL during the call
 _move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_small.restype = None
 
 
 class HostCopy:
-    """Copies tensors of the host while the caller waits, or does something else."""
+    """The copy of a state in host memory, made while the caller waits or does other work."""
 
     def __init__(self, moves: Iterable[Move]) -> None:
         self._moves = list(moves)
@@ -36,9 +36,9 @@ class HostCopy:
         self._ended = Latch()
 
     def hand_over(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Copy; the caller may change the state afterwards.
+        """Copy everything; afterwards the caller may change the state.
 
-        The calling thread does ``meanwhile`` before it copies, too; what that or the copy raises is raised.
+        The calling thread calls ``meanwhile`` first and then helps to copy. Exceptions of both are raised.
         """
         moves, self._moves = self._moves, []
         threads = min(max(2, torch.get_num_threads()), _MOST_THREADS, 1 + len(moves))
@@ -53,21 +53,21 @@ class HostCopy:
             self._ended.set()
 
     def abandon(self) -> None:
-        """Declare that nothing is copied any more: the caller of :meth:`hand_over` does not call it now."""
+        """Declare that nothing will be copied any more; :meth:`hand_over` is not called after this."""
         self._moves = []
         self._ended.set()
 
     def settle(self) -> None:
-        """Return when nothing is copied any more."""
+        """Return when no copy is running any more."""
         self._ended.wait()
 
     def wait(self) -> bool:
-        """Return whether all bytes are copied, when that is known; they are of one moment."""
+        """Wait until the copy has ended, and return whether all bytes are copied; they are of one moment."""
         self._ended.wait()
         return self._is_whole
 
     def wait_until(self, offset: int) -> None:
-        """Return when everything is copied, of which ``offset`` is a part."""
+        """Return when everything is copied, whatever ``offset`` is; raise if the copy failed."""
         if not self.wait():
             raise ImageAbandonedError("the state could not be copied")
 
@@ -77,7 +77,7 @@ def _size(move: Move) -> int:
 
 
 def _batches(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
-    """Divide what is to be copied into batches that take about as long."""
+    """Divide the copies into batches of about the same number of bytes."""
     begin, nbytes = 0, 0
     for index, move in enumerate(moves, start=1):
         nbytes += _size(move)

@@ -1,4 +1,4 @@
-"""Background work in order, on one thread, so that no failure is lost: saves, removals and uploads."""
+"""Runs background jobs (saves, removals, uploads) in order on one thread, and keeps their failures to raise them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OnError = Literal["raise", "warn"]
 
 
 class Job:
-    """One step of background work, about one checkpoint.
+    """One background job on one checkpoint.
 
-    ``is_pending`` says whether it makes the checkpoint pending: saves and uploads do, removals do not. A failure that
-    ``raises`` not is only logged and counted. ``number`` says how many jobs that make a checkpoint pending were asked
-    for before it, itself included. ``done`` is set when it is over, ``settled`` when the checkpoint is there, or will
-    not be; listeners may not have been called yet. ``needs_caller`` says whether it waits for the thread that asks,
-    which is in a signal handler that has interrupted a save. ``let_go`` is called when it has run, even if Ctrl-C has
-    ended it before ``action`` began; calling it twice is calling it once.
+    ``is_pending`` says whether the checkpoint counts as pending until the job is over: saves and uploads do, removals
+    do not. Unless ``raises``, a failure is only logged and counted. ``number`` is the count of pending jobs submitted
+    up to and including this one. ``done`` is set when the job is over; ``settled`` when the checkpoint is there or will
+    never be, possibly before listeners are called. ``needs_caller`` returns whether the job waits for the calling
+    thread, which then is in a signal handler that interrupted a save. ``let_go`` is called when the job has run, even
+    if Ctrl-C ended it before ``action`` began; it must be safe to call twice.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Job:
         self._is_expected = False
 
     def note(self, can_end: Callable[[], bool]) -> None:
-        """Let other checkpointers of this process wait for the job before they load what it is about, if it can end."""
+        """Make other checkpointers of this process wait for the job before they load its checkpoint, if it can end."""
         awaited_paths.note(self.path, self.settled, can_end)
 
     def wait_when_touched(self) -> None:
-        """Let others in this process who touch the path wait until the job is settled."""
+        """Make any code of this process that accesses the path wait until the job is settled."""
         if not self._is_expected and not self.settled.is_set():
             self._is_expected = True
             awaited_paths.expect(self.path, self.settled)
@@ -68,26 +68,26 @@ class Job:
                 self.settle()
 
     def settle(self) -> None:
-        """Declare that the checkpoint is there, or will not be."""
+        """Declare that the checkpoint is there or will never be."""
         self.settled.set()
         awaited_paths.forget(self.settled)
 
     def end(self) -> None:
-        """Declare that it is over, and let go of what it holds."""
+        """Declare that the job is over, and drop its references."""
         self.settle()
         self.action = self.let_go = _nothing
         self.done.set()
 
 
 def _nothing() -> None:
-    """What a job does that has been done."""
+    """Do nothing; replaces the action of a job that is over."""
 
 
 class JobQueue:
-    """Runs jobs one after the other, in order, on a thread that lives as long as there is work.
+    """Runs jobs one at a time, in order, on a thread that lives as long as there is work.
 
-    ``on_error="raise"`` keeps failures for :meth:`raise_failure`. ``report`` is called on the thread with each
-    job that has failed, when its error is kept and counted, and with the level at which to log it.
+    With ``on_error="raise"``, failures are kept for :meth:`raise_failure`. ``report`` is called on the thread for each
+    failed job, after its error was kept and counted, with the error and the level at which to log it.
     """
 
     def __init__(self, name: str, *, on_error: OnError, report: Callable[[Job, CheckpointError, int], None]) -> None:
@@ -95,15 +95,15 @@ class JobQueue:
         self._name = name
         self._on_error = on_error
         self._report = report
-        self._failed: list[tuple[int, CheckpointError]] = []  # by numbers of their jobs
+        self._failed: list[tuple[int, CheckpointError]] = []  # failures with the numbers of their jobs
         self._raised_elsewhere: tuple[int, CheckpointError] | None = None
         self._begun = 0
         self._forget_jobs()
         call_in_forked_child(self, type(self)._forget_jobs)
 
     def _forget_jobs(self) -> None:
-        """Begin without jobs; in a forked process, which has the parent's and not the thread that does them."""
-        self._jobs: collections.deque[Job] = collections.deque()  # the running one, those that follow, those for later
+        """Forget all jobs; also called in a forked child, which inherits the parent's jobs but not its thread."""
+        self._jobs: collections.deque[Job] = collections.deque()  # in order: running, waiting, those in _later
         self._later: set[Job] = set()
         self._running: Job | None = None
         self._lock = threading.RLock()  # a signal handler that saves may interrupt a save on the same thread
@@ -113,23 +113,23 @@ class JobQueue:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Paths whose save or upload has not ended, the next one first."""
+        """Paths with a save or upload that is not over, the next one first."""
         return tuple(job.path for job in self.jobs() if job.is_pending)
 
     def jobs(self, path: str | None = None) -> list[Job]:
-        """Return the jobs (about ``path``, if given) that are not over, the next one first."""
+        """Return the jobs (of ``path``, if given) that are not over, the next one first."""
         with self._lock:
             return [job for job in self._jobs if path is None or job.path == path]
 
     def waiting(self) -> list[Job]:
-        """Return the jobs that have not begun, but for those that are only done when no other is left."""
+        """Return the jobs that have not begun, except those that run only when no other is left."""
         with self._lock:
             return [job for job in self._jobs if job is not self._running and job not in self._later]
 
     def submit(self, job: Job, *, place: Literal["next", "last", "later"] = "last") -> bool:
-        """Run a job right after the one that runs, after all others, or only when no other is left.
+        """Queue a job: right after the running one, after all others, or (``later``) to run when no other is left.
 
-        Returns whether it runs: if no thread can be started, it waits for :meth:`run_queued`.
+        Returns whether a thread runs the queue; if none can be started, the caller has to call :meth:`run_queued`.
         """
         with self._lock:
             self._begun += job.is_pending
@@ -143,7 +143,7 @@ class JobQueue:
             return self._start()
 
     def cancel(self, path: str | None = None) -> bool:
-        """Drop the saves or uploads of ``path``, or all jobs; return whether one of them runs, which stays."""
+        """Drop the saves and uploads of ``path``, or all jobs; return whether one of them is running, which stays."""
         with self._lock:
             found = [job for job in self._jobs if path is None or (job.path == path and job.is_pending)]
             for job in found:
@@ -154,9 +154,9 @@ class JobQueue:
             return self._running in found
 
     def wait(self, path: str | None = None, *, timeout: float | None = None) -> bool:
-        """Return when all that was asked for so far (about ``path``) is over, failed or not; False if time is up.
+        """Wait until all jobs submitted so far (of ``path``) are over, failed or not; return False at the timeout.
 
-        In a signal handler, a save that it has interrupted is left out, and what comes after it: they wait for it.
+        In a signal handler, a save that it interrupted and the jobs after it are left out: they cannot end before it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return all(
@@ -166,12 +166,12 @@ class JobQueue:
         )
 
     def can_end(self, job: Job) -> bool:
-        """Return whether the job ends while the calling thread waits."""
+        """Return whether the job can end while the calling thread waits."""
         return job in self._can_end()
 
     @property
     def needs_caller(self) -> bool:
-        """Whether no job ends while the calling thread waits: a signal handler has interrupted one, or the queue."""
+        """Whether no job can end while this thread waits: it runs the jobs, or is in a handler that interrupted us."""
         return self._thread is threading.current_thread() or self._lock._is_owned()  # type: ignore[attr-defined]
 
     def _can_end(self) -> list[Job]:
@@ -180,15 +180,16 @@ class JobQueue:
         return list(itertools.takewhile(lambda job: not job.needs_caller(), self.jobs()))
 
     def wait_through(self, path: str) -> None:
-        """Return when all about ``path`` is over, and only then raise what a signal handler has raised meanwhile."""
+        """Wait until all jobs of ``path`` are over, and only then raise what a signal handler raised meanwhile."""
         for job in self.jobs(path)[-1:]:
             wait_through(job.done)
 
     def wait_for_turn(self, limit: int) -> None:
-        """Return when fewer than ``limit`` saves are under way; raise if one that had to be over by now has failed.
+        """Wait until fewer than ``limit`` saves are under way; raise if one that has to be over by now has failed.
 
-        Where several processes save the same ones, all of them raise here, although a later save may have ended in some
-        and not in others. What one of them has raised at once it raises no more: :meth:`raise_late` is for that.
+        Ranks that save together all raise here: the number of the failed save decides, even if a later save has ended
+        on some of them only. A failure that this rank has already raised in its call of save is not raised again here;
+        see :meth:`raise_late`.
         """
         while len(saves := [job for job in self.jobs() if job.is_pending]) >= limit:
             if not self.can_end(saves[0]):
@@ -199,20 +200,20 @@ class JobQueue:
             raise due[0]
 
     def last_due(self, limit: int) -> int:
-        """Return the number of the last save that has to be over when the next one begins, as above."""
+        """Return the number of the last save that has to be over before the next one begins."""
         return self._begun + 1 - limit
 
     def take_due(self, last: int) -> list[CheckpointError]:
-        """Return the failures up to number ``last`` that were not taken yet, once."""
+        """Remove and return the kept failures of jobs numbered up to ``last``."""
         with self._lock:
             due = [failure for number, failure in self._failed if number <= last]
             self._failed = [(number, failure) for number, failure in self._failed if number > last]
         return due
 
     def raise_late(self, limit: int) -> None:
-        """Raise what :meth:`wait_for_turn` would have if no other process had raised it already.
+        """Raise the failure that :meth:`wait_for_turn` left out because this rank had already raised it at once.
 
-        Called when the next save has begun, because those processes take part in that one, and would wait for this.
+        Called only when the next save has begun: the other ranks take part in that save and would wait for this one.
         """
         with self._lock:
             if self._raised_elsewhere is None or self._raised_elsewhere[0] > self._begun - limit:
@@ -224,12 +225,12 @@ class JobQueue:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The oldest failure that was not taken yet; it stays for :meth:`wait_for_turn` to raise."""
+        """The oldest failure that was not taken yet; it is kept for :meth:`wait_for_turn` to raise."""
         failed = self._failed[0] if self._failed else self._raised_elsewhere
         return None if failed is None else failed[1]
 
     def take_failure(self) -> CheckpointError | None:
-        """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""
+        """Return the oldest failure and forget all; None if there is none, or if failures are only logged."""
         with self._lock:
             failure = self.failure
             if not self._failed:
@@ -238,7 +239,7 @@ class JobQueue:
         return failure
 
     def raise_failure(self) -> None:
-        """Raise the oldest failure that was not taken yet, once."""
+        """Raise the oldest failure and forget all; do nothing if there is none."""
         failure = self.take_failure()
         if failure is not None:
             raise failure
@@ -248,8 +249,7 @@ class JobQueue:
     def _start(self) -> bool:
         if self._thread is not None:
             return True
-        # While the interpreter shuts down, Python before 3.12 would not wait for a new thread, and later ones refuse
-        # it.
+        # During interpreter shutdown, Python before 3.12 does not wait for a new thread; later versions refuse one.
         if not threading.main_thread().is_alive():
             return False
         # Not a daemon: the interpreter waits for the checkpoint before it exits.
@@ -258,12 +258,12 @@ class JobQueue:
             start(thread)
         except RuntimeError:
             return False
-        self._thread = thread  # one that has started and is not the one, after Ctrl-C, ends
+        self._thread = thread  # if Ctrl-C comes before this line, the thread finds that it is not this one, and ends
         at_exit.wait_for(thread)
         return True
 
     def run_queued(self) -> None:
-        """Do on the calling thread what no thread could be started for."""
+        """Run the queued jobs on the calling thread, if no thread could be started for them."""
         is_ours = False
         try:
             with self._lock:
@@ -284,7 +284,7 @@ class JobQueue:
                 self._thread = None
 
     def _run(self) -> BaseException | None:
-        """Do the jobs, and return what a signal handler has raised meanwhile (Ctrl-C), which ends one of them."""
+        """Run the jobs until none is left; return what a signal handler raised meanwhile (Ctrl-C ends only one job)."""
         interruption: BaseException | None = None
         with awaited_paths.waiting_for_nothing():
             while True:
@@ -298,9 +298,9 @@ class JobQueue:
                     self._later.discard(job)
                 try:
                     self._attempt(job)
-                except BaseException as error:  # whatever a listener or a log handler does: nobody may wait for ever
+                except BaseException as error:  # from a listener or a log handler: no caller may wait for ever
                     if _is_interruption(error):
-                        interruption = error  # the caller gets it
+                        interruption = error  # returned to the caller
                         job.error = job.error or _failed(job, error)
                     else:
                         logger.exception("could not report the failure of the %s of %s", job.what, job.path)
@@ -320,7 +320,7 @@ class JobQueue:
         try:
             job.action()
         except ImageAbandonedError as error:
-            job.error = error  # was raised where the image was made
+            job.error = error  # already raised on the thread that made the image
         except CheckpointError as error:
             self._record(job, error)
         except BaseException as error:  # a background failure must reach the training thread

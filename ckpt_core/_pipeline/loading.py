@@ -1,4 +1,4 @@
-"""A torch file is loaded; a checkpoint of either layout is verified, or looked into without its tensors' bytes."""
+"""Loads torch files; verifies checkpoints of either layout, and inspects them without reading tensor data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt_core.process.threads import IO_THREADS, run_parallel
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote, local_path, storage_for
 from ckpt_core.storage.base import is_directory_checkpoint
 
-_DEPTH = 1  # a plugin keeps its metadata under a key of its own
+_DEPTH = 1  # a plugin nests its metadata under one key of its own
 
 
 def load(
@@ -34,9 +34,9 @@ def load(
     weights_only: bool | None = None,
     storage: Storage,
 ) -> tuple[Any, bool, int]:
-    """Load a checkpoint: the state, whether every byte was compared with its digest, and the file's size.
+    """Load a file; return the state, whether every byte was compared with its digest, and the file's size in bytes.
 
-    Files that other programs wrote have no digests.
+    Files written by other programs have no digests.
     """
 
     def read(place: Storage, name: str) -> tuple[Any, bool, int]:
@@ -48,9 +48,9 @@ def load(
 
 
 def peek(path: str, *, storage: Storage) -> Any:
-    """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
+    """Load a checkpoint without its tensor data: shapes and dtypes are correct, values are undefined.
 
-    Of a checkpoint that is a directory, the metadata are returned. Damage inside a tensor is not found.
+    For a directory, return its metadata. Damage inside a tensor is not detected.
     """
     return storage.nearest(path, _peek)
 
@@ -63,12 +63,12 @@ def _peek(storage: Storage, path: str) -> Any:
         try:
             return peek_torch_file(reader)
         except CheckpointFormatError:
-            # The shapes of a nested tensor are tensors themselves, which are not read here.
+            # A nested tensor stores its shapes as tensors, which are not read here.
             return load_torch_file(reader, map_location="cpu", weights_only=None)[0]
 
 
 def glance(path: str, *, storage: Storage) -> Any:
-    """Return the plain values of a checkpoint, tensors and objects left out; of a directory, its metadata."""
+    """Return the plain values of a checkpoint, without tensors and objects; for a directory, its metadata."""
 
     def read(place: Storage, name: str) -> Any:
         if is_directory_checkpoint(place, name):
@@ -81,7 +81,7 @@ def glance(path: str, *, storage: Storage) -> Any:
 
 
 def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
-    """Return what a checkpoint says of its own age; of an older one, which says nothing, the step that it holds."""
+    """Return when a checkpoint was committed and at which step; for an old format without a stamp, only the step."""
 
     def read(place: Storage, name: str) -> Stamp:
         if is_directory:
@@ -94,7 +94,7 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
         with place.open(name) as reader:
             found = read_stamp(reader)
             if found is None and not is_archive(reader):
-                return Stamp()  # of torch before 1.6, which can only be read whole
+                return Stamp()  # the format of torch before 1.6, which can only be read as a whole
             if found is None or (found.committed is None and found.step is None):
                 return Stamp(step=step_in(glance_at_torch_file(reader)))
             return found
@@ -103,15 +103,15 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
 
 
 def note_commits(storage: Storage, directory: str, ending: str) -> None:
-    """Note when the checkpoints in a directory were committed, so that what is saved next to them is newer.
+    """Read when the checkpoints in a directory were committed, so that a new save next to them gets a later time.
 
-    ``ending`` is that of the names of files that may be checkpoints.
+    Only files whose names end with ``ending``, such as ``.ckpt``, are considered.
     """
     try:
         paths = [file.path for file in storage.list(directory) if os.path.splitext(file.path)[1] == ending]
         manifests = [f"{found.path}/{MANIFEST_NAME}" for found in storage.list_directories(directory)]
     except CheckpointError:
-        return  # the save itself will tell
+        return  # the save itself will raise it
 
     def note(path: str) -> None:
         with contextlib.suppress(CheckpointError), storage.open(path) as reader:
@@ -125,12 +125,12 @@ def note_commits(storage: Storage, directory: str, ending: str) -> None:
 
 
 def verify(path: StrPath, *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None) -> bool:
-    """Compare every byte of a checkpoint with its digest, without building anything.
+    """Compare every byte of a checkpoint with its digest, without building tensors or objects.
 
     Args:
         path: Local path or URL.
-        storage_options: For fsspec.
-        storage: Where the file is; by default, what the path says.
+        storage_options: Options for fsspec.
+        storage: The storage that holds the checkpoint; by default, derived from the path.
 
     Returns:
         True if all bytes match; False if the file holds no digests, because another program wrote it.
@@ -150,7 +150,7 @@ def _verify(storage: Storage, path: str) -> bool:
     except (CheckpointNotFoundError, StorageError) as error:
         if not is_directory_checkpoint(storage, path):
             if isinstance(error, StorageError) and error.errno == errno.EISDIR:
-                storage.list(path)  # raises if it may not be read
+                storage.list(path)  # raises if the directory may not be read
             raise
     with DirectoryReader(path, storage) as checkpoint:
         checkpoint.verify()

@@ -1,8 +1,8 @@
-"""Copies for which host memory is short: window after window through a buffer that is smaller than the state.
+"""Stages a state through a buffer smaller than the state, window by window, when host memory is short.
 
-The thread that trains, and a few that help it, copy the windows of live tensors in the order in which they are written,
-as long as there is room; who has written a window gives its room back. Training continues when all windows are copied,
-not when they are written.
+The training thread and a few helpers copy windows of live tensors in the order in which they are written, as long as
+the buffer has room; the writer returns the room of each window that it has written. Training continues when all windows
+are copied, not when they are written.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ckpt_core.process.threads import Latch, run_parallel, wait_through
 
 
 class _Room(NamedTuple):
-    """A part of the buffer, for one window."""
+    """The part of the buffer that holds one window."""
 
     tensor: torch.Tensor
     memory: memoryview
 
 
 class PassedImage:
-    """An image whose windows are copied ahead of those who write them."""
+    """An image whose windows are copied from live tensors ahead of the writer."""
 
     is_staged = True
 
@@ -43,11 +43,11 @@ class PassedImage:
         return self.live.approximate_size
 
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
-        """Return a window, waiting for it if need be; :meth:`written` has to follow."""
+        """Return a window, waiting until it is copied; the caller must call :meth:`written` afterwards."""
         return self._windows.take(self, begin)
 
     def written(self, begin: int) -> None:
-        """Declare that a window's memory may be used again."""
+        """Declare that the memory of the window may be reused."""
         self._windows.give(self, begin)
 
     def tail(self) -> bytes:
@@ -55,20 +55,20 @@ class PassedImage:
             return self.live.tail()
 
     def forget_sources(self) -> None:
-        """Take what is left of the live tensors, which nobody reads any more when this returns."""
+        """Take what is left of the live tensors; they are not read any more after this returns."""
         with self._live_is_read:
             self.live.forget_sources()
 
     def is_there(self) -> bool:
-        """Return, when it is known, whether the file is there without being written."""
+        """Wait until it is known whether the file is already there and need not be written, and return that."""
         return self._windows.is_there(self)
 
 
 class PassingWindows:
-    """The windows of one save.
+    """The windows of one save, passed from the training thread to the writer.
 
-    ``raise_reason`` is called where a window does not come: raises why. ``seconds_without_room`` says how long the copy
-    has waited for windows to be written.
+    ``raise_reason`` is called when a window will not come, to raise the reason. ``seconds_without_room`` is the time
+    for which the copy has waited for windows to be written.
     """
 
     def __init__(self, buffer: StagingBuffer, raise_reason: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class PassingWindows:
     # ---- the thread that trains --------------------------------------------------------------------------------------
 
     def copy(self) -> None:
-        """Copy all windows, when it is known which, unless nobody wants them; raise what a copy has raised."""
+        """Copy all windows once :meth:`begin` has named them; stop if they are abandoned; raise what a copy raises."""
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._files is not None or self._is_over)
@@ -106,20 +106,20 @@ class PassingWindows:
             raise self._error
 
     def give_up(self) -> None:
-        """Declare that nothing is copied any more: the caller of :meth:`copy` does not call it now."""
+        """Declare that nothing will be copied any more; :meth:`copy` is not called after this."""
         self.abandon()
         self._ended.set()
 
     # ---- the thread that writes --------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Declare that no further window is wanted."""
+        """Declare that the writer needs no further window."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Return when nothing is copied any more."""
+        """Return when no copy is running any more."""
         self.abandon()
         wait_through(self._ended)
         self._copied.clear()
@@ -128,9 +128,9 @@ class PassingWindows:
     def begin(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool]
     ) -> list[tuple[str, PassedImage]]:
-        """Let the windows of files be copied, in the order in which they are to be written; return these.
+        """Let the training thread copy the windows of ``files``, in this order; return the files as passed images.
 
-        ``is_there`` is called for each file before it is copied: whether it need not be written.
+        ``is_there`` is called before each file is copied, and returns whether the file need not be written.
         """
         passed = [(name, PassedImage(image, self)) for name, image in files]
         with self._changed:
@@ -146,12 +146,12 @@ class PassingWindows:
         return self._there[image]
 
     def take(self, image: PassedImage, begin: int) -> memoryview:
-        """As :meth:`PassedImage.window`."""
+        """As :meth:`PassedImage.digested_window`."""
         self._wait_for(lambda: (image, begin) in self._copied)
         return self._copied[image, begin][0]
 
     def give(self, image: PassedImage, begin: int) -> None:
-        """As :meth:`PassedImage.written`; nothing to do for a window that never came."""
+        """As :meth:`PassedImage.written`; does nothing for a window that never came."""
         with self._changed:
             _, room = self._copied.pop((image, begin), (None, None))
             if room is not None:
@@ -169,7 +169,7 @@ class PassingWindows:
     # ---- the threads that copy ---------------------------------------------------------------------------------------
 
     def _windows(self, files: Sequence[tuple[str, PassedImage]]) -> Iterator[tuple[PassedImage, int, _Room]]:
-        """Yield each window with its room, in order: who writes one window after the other always gets the next."""
+        """Yield each window with its room, in the order of the files, so that the writer's next window always comes."""
         for name, image in files:
             there = self._find(name, image.live)
             with self._changed:
@@ -194,7 +194,7 @@ class PassingWindows:
         try:
             memory = image.live.digested_window(begin, room)
         except BaseException as error:
-            self._fail(error)  # at once: others may be waiting for room
+            self._fail(error)  # at once, because other threads may be waiting for room
             raise
         with self._changed:
             self._copied[image, begin] = memory, room

@@ -1,8 +1,8 @@
-"""One save pipeline for both layouts: a state is staged, written meanwhile, sealed and committed.
+"""Runs the saves of one checkpointer, for both layouts: stages a state, writes it meanwhile, seals and commits it.
 
-A :class:`Save` says how a layout does its share, and :class:`Pipeline` does them in order: lay out -> stage -> write
-windows as they are staged -> seal -> report -> commit -> release. In the background, the training thread has the first
-half and the seal, and a thread of ours the rest; in the foreground, one thread has both.
+A :class:`Save` implements the steps for one layout, and :class:`Pipeline` calls them in order: lay out -> stage ->
+write windows as they are staged -> seal -> report -> commit -> release. In the background, the training thread lays
+out, stages and seals, and the writer thread does the rest; in the foreground, one thread does everything.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class Save(Protocol):
 
     @property
     def path(self) -> str:
-        """The checkpoint."""
+        """The path or URL of the checkpoint."""
 
-    is_known: bool  # whether other ranks will hear what becomes of it, whatever happens: it is queued, or written
+    is_known: bool  # whether the other ranks will learn the outcome in any case, because the save is queued or written
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks save with this one: they have to learn of a failure before anything is written."""
+        """Whether other ranks take part in the save: they have to learn of a failure before anything is written."""
 
     @property
     def size(self) -> int:
-        """Bytes that this process writes, or about that; known when the state was taken."""
+        """The approximate number of bytes that this process writes; known once the state is taken."""
 
     def take(self, snapshot: Snapshot) -> None:
         """Lay the state out and begin to copy it; on the training thread."""
 
     def complete(self, snapshot: Snapshot) -> None:
-        """Take what else there is, and return when training may change the state; on the training thread.
+        """Take the rest of the state, and return when training may change it; on the training thread.
 
         In the foreground, :meth:`write` calls it.
         """
@@ -68,14 +68,14 @@ class Save(Protocol):
         """Write windows as they are staged, wait for the seal, report and commit; return the size in bytes."""
 
     def close(self) -> None:
-        """Let go of everything, however the save has ended."""
+        """Release all references and files, however the save has ended."""
 
 
 class Pipeline:
     """Runs the saves, copies and removals of one checkpointer.
 
-    ``buffers`` lends memory for copies of states, ``scratch`` for windows of live tensors; ``queue`` is the background
-    work. ``directories`` are those that are saved into; ``refused`` warns of what a load will refuse.
+    ``buffers`` lends memory for copies of states, ``scratch`` for windows of live tensors; ``queue`` runs background
+    work. ``directories`` tracks the directories saved into; ``refused`` warns about what torch's loading will refuse.
     """
 
     def __init__(
@@ -103,30 +103,31 @@ class Pipeline:
             watch_optimizers()
 
     def _forget_saves(self) -> None:
-        """Begin without saves; in a forked process, which has the parent's and none of the threads that do them."""
+        """Forget all saves; also called in a forked child, which inherits the parent's saves but not their threads."""
         self.buffers = BufferPool(self._max_pending, self._max_host_bytes)
         self.scratch = ScratchBuffers()
         self._last_save: Job | None = None
         self._last_copy: Job | None = None
-        self._failed: set[str] = set()  # what the last save or copy to it has not brought: there may be an older one
-        # As many as buffers: of several threads, none may have the buffer that another waits for whose turn is first.
-        self._places: list[Latch] = []  # those that are taken
-        self._lock = threading.RLock()  # for the list; a signal handler that saves may interrupt a save
+        self._failed: set[str] = set()  # paths whose last save or copy failed: an older checkpoint may be there
+        # Places in use, as many as there are buffers at most. A thread takes one before it queues its save: otherwise,
+        # a save later in the queue could hold the buffer that the first one waits for.
+        self._places: list[Latch] = []
+        self._lock = threading.RLock()  # for _places; reentrant: a signal handler that saves may interrupt a save
         self._saving_threads: set[int] = set()
 
     @property
     def is_inside_a_save(self) -> bool:
-        """Whether this thread is inside a save, as in a signal handler: it cannot wait for what that one holds."""
+        """Whether this thread is already inside a save that a signal handler interrupted, and cannot wait for it."""
         return threading.get_ident() in self._saving_threads
 
     @property
     def in_foreground(self) -> bool:
-        """Whether a save that begins now is made in the foreground."""
+        """Whether a save that begins now would run in the foreground."""
         return self._strategy == "sync" or self.is_inside_a_save or self.queue.needs_caller
 
     @contextlib.contextmanager
     def attempt(self, path: str) -> Iterator[None]:
-        """Report the begin of a save of ``path``, and its failure, if it fails on the calling thread."""
+        """Notify listeners that a save of ``path`` begins, and of its failure if it fails on the calling thread."""
         with self._inside():
             notify(self._listeners, SaveStarted(path=path))
         try:
@@ -138,12 +139,12 @@ class Pipeline:
             raise
 
     def has_failed(self, path: str) -> bool:
-        """Return whether the last save of ``path``, or copy to it, has failed, if it has ended."""
+        """Return whether the last save or copy to ``path`` has failed; also true while it is being written."""
         return path in self._failed
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Know meanwhile that this thread is inside a save."""
+        """Mark the calling thread as inside a save while the block runs."""
         is_inside = self.is_inside_a_save
         try:
             self._saving_threads.add(threading.get_ident())
@@ -153,7 +154,7 @@ class Pipeline:
                 self._saving_threads.discard(threading.get_ident())
 
     def close(self) -> None:
-        """End the claims on directories, and free the memory that is not lent; it may be used again."""
+        """Release the claims on directories, and free the memory that is not lent; the pipeline stays usable."""
         self.directories.release()
         self.buffers.close()
         self.scratch.close()
@@ -161,7 +162,7 @@ class Pipeline:
     # ---- saves -------------------------------------------------------------------------------------------------------
 
     def wait_for_buffer(self) -> float:
-        """Wait until a buffer is free for the next save, and return the seconds that this has taken."""
+        """Wait until a buffer is free for the next save, and return the seconds waited."""
         started = time.perf_counter()
         if self.in_foreground or not self.buffers.exhausted:
             return 0.0
@@ -169,10 +170,10 @@ class Pipeline:
         return time.perf_counter() - started
 
     def save(self, save: Save, *, started: float, waited: float = 0.0) -> int:
-        """Save, and return the size in bytes: of the checkpoint, or in the background of what is going to be written.
+        """Run a save and return its size: of the checkpoint, or, in the background, of what will be written.
 
-        ``started`` is ``time.perf_counter()`` of the moment in which the training thread was stopped, ``waited`` how
-        many seconds since then it has waited for an earlier save.
+        ``started`` is the value of ``time.perf_counter()`` when the training thread stopped for the save; ``waited``
+        is the number of seconds since then for which it waited for an earlier save.
         """
         in_foreground = self.in_foreground
         with self._inside():
@@ -202,7 +203,7 @@ class Pipeline:
         return size
 
     def _fail_together(self, save: Save, snapshot: Snapshot, error: BaseException) -> None:
-        """Let the other ranks know, and raise what they raise, unless this process is to end."""
+        """Report the failure to the other ranks, and raise the same error as they do, unless ``error`` is an exit."""
         save.is_known = True
         try:
             save.write(snapshot)
@@ -211,10 +212,10 @@ class Pipeline:
                 raise failure from error
 
     def leave_out(self, save: Save, error: BaseException, *, waited: bool, limit: int) -> None:
-        """Let the other ranks know that Ctrl-C has come before this one's part was queued; doing it twice is once.
+        """Tell the other ranks that Ctrl-C came before this rank's part was queued; safe to call twice.
 
-        Unless it has ``waited`` for its turn, as one of ``limit``, it is not known whether an earlier failure is due,
-        which is raised in the place of this save on all ranks.
+        Unless this rank has ``waited`` for its turn (``limit`` saves may be under way), an earlier save may have
+        failed, whose error the other ranks raise instead of making this save; the queued job checks that.
         """
         if save.is_known or not save.is_shared:
             return
@@ -226,7 +227,7 @@ class Pipeline:
         last = self.queue.last_due(limit)
 
         def action() -> int:
-            if not waited and self.queue.take_due(last):  # those before are over now
+            if not waited and self.queue.take_due(last):  # the queue is in order: earlier saves are over now
                 raise ImageAbandonedError("an earlier save has failed, which the other ranks raise")
             return self._write_in_background(save, snapshot, save.close)
 
@@ -240,11 +241,11 @@ class Pipeline:
                 return self._take_and_submit(save, snapshot, started, waited)
             finally:
                 self._wait_for_live(save.path, snapshot)
-        finally:  # where Ctrl-C has ended that, too
+        finally:  # again, in case Ctrl-C interrupted the first wait
             self._wait_for_live(save.path, snapshot)
 
     def _wait_for_live(self, path: str, snapshot: Snapshot) -> None:
-        """Return when no live tensors are written, which the caller may change."""
+        """Return when no live tensors are being written any more, so that the caller may change them."""
         if snapshot.not_copied is not None:
             self.queue.run_queued()
             self.queue.wait_through(path)
@@ -261,7 +262,7 @@ class Pipeline:
         runs = False
         try:
             self._take(place)
-            # Some objects for each tensor are made and let go of: to look for garbage finds none, and may take 200 ms.
+            # Staging makes a few short-lived objects per tensor; a garbage collection frees none, and may take 200 ms.
             with no_collections():
                 runs = snapshot.may_pass = self._submit(
                     save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
@@ -273,11 +274,11 @@ class Pipeline:
                     self._report_taken(save.path, size, started, waited, snapshot.seconds_without_memory)
                 snapshot.seal()
         except BaseException as error:
-            # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory.
+            # On Ctrl-C, too: the other ranks must not wait for this one, nor the next save for memory.
             do_through(self._give_up, snapshot, place, error)
             if not save.is_shared:
                 self.queue.run_queued()
-                self.queue.wait(save.path)  # until nothing is left of it
+                self.queue.wait(save.path)  # until its unfinished files are deleted
             raise
         finally:
             if not runs:
@@ -290,7 +291,7 @@ class Pipeline:
 
     def _give_up(self, snapshot: Snapshot, place: Latch, error: BaseException) -> None:
         snapshot.give_up(error)
-        self._leave(place)  # it may not be in the queue
+        self._leave(place)  # the job may not be in the queue, which would otherwise free the place
 
     def _take(self, place: Latch) -> None:
         while True:
@@ -302,7 +303,7 @@ class Pipeline:
             other.wait()
 
     def _leave(self, place: Latch) -> None:
-        with contextlib.suppress(ValueError):  # a save that is given up leaves it twice
+        with contextlib.suppress(ValueError):  # a save that is given up frees its place twice
             self._places.remove(place)
         place.set()
 
@@ -317,7 +318,7 @@ class Pipeline:
                 self._overlaps = False
             raise
         finally:
-            do_through(let_go)  # listeners may take long
+            do_through(let_go)  # before the listeners are called, which may take long
 
     def _let_go(self, save: Save, snapshot: Snapshot, place: Latch) -> None:
         snapshot.release()
@@ -339,7 +340,7 @@ class Pipeline:
             self._failed.add(path)
             size = write()
             self._failed.discard(path)
-            job.settle()  # listeners may have others look at it
+            job.settle()  # before listeners are called: they may make other code read the checkpoint
             seconds = time.perf_counter() - begun_at()
             committed = SaveCommitted(path=path, bytes=size, background_seconds=seconds, is_copy=is_copy)
             notify(self._listeners, committed)
@@ -354,7 +355,7 @@ class Pipeline:
             if save is not None:
                 save.is_known = True
             return self.queue.submit(job)
-        except BaseException:  # Ctrl-C: nobody must wait for what is not in the queue
+        except BaseException:  # Ctrl-C: nothing may wait for a job that is not in the queue
             if job not in self.queue.jobs(path):
                 if save is not None:
                     save.is_known = job.done.is_set()
@@ -395,7 +396,8 @@ class Pipeline:
     def copy(self, source: str, target: str, act: Callable[[Callable[[], None]], int], *, started: float) -> None:
         """Run ``act``, which makes ``target`` a copy of ``source`` and returns its size, after the save of ``source``.
 
-        What ``act`` is called with raises where that save has failed: what is there is an older checkpoint.
+        ``act`` is called with a function that raises if the save of ``source`` failed, in which case an older
+        checkpoint may be there.
         """
 
         def refuse_older() -> None:
@@ -421,9 +423,9 @@ class Pipeline:
             self.queue.run_queued()
 
     def remove(self, path: str, delete: Callable[[], None], *, is_kept: Callable[[], bool] = lambda: False) -> None:
-        """Run ``delete`` after all saves asked for so far, unless the newest of them fails; log its own failure.
+        """Run ``delete`` after all saves requested so far, unless the newest one fails; log a failure of ``delete``.
 
-        ``is_kept`` is asked right before, where ``delete`` would run: whether it stays after all.
+        ``is_kept`` is called right before ``delete``, on the same thread: if it returns True, the checkpoint stays.
         """
 
         def delete_now() -> None:
@@ -450,11 +452,11 @@ class Pipeline:
         if not self.queue.submit(Job(path, action, "removal", is_pending=False, raises=False)):
             self.queue.run_queued()
         if not self.queue.pending:
-            self.queue.wait(path)  # a caller who saved nothing does not expect work in the background
+            self.queue.wait(path)  # a caller that has saved nothing does not expect background work
 
     def _report(self, job: Job, error: CheckpointError, level: int) -> None:
         if not job.is_pending:
-            # Nothing is lost by a file too many, and no other rank looks out for this.
+            # A checkpoint that was not removed loses nothing, and no other rank waits for its removal.
             logger.warning("could not remove the checkpoint %s: %s", job.path, error)
             return
         logger.log(level, "could not save the checkpoint %s: %s", job.path, error)

@@ -1,4 +1,4 @@
-"""The directories that a checkpointer saves into: whether another job has them, orphans, and what lies there."""
+"""Prepares the directories that a checkpointer saves into: claims them, removes orphans, reads old commit times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt_core.storage.claims import Claims
 
 
 class SavedDirectories:
-    """Claims on the directories, and what is done once in each."""
+    """The directories that one checkpointer saves into: its claims on them, and the work done once in each."""
 
     def __init__(self) -> None:
         self._claims = Claims()
@@ -18,27 +18,27 @@ class SavedDirectories:
         self._read: set[str] = set()
 
     def claim(self, storage: Storage, path: str) -> None:
-        """Claim the directory of a checkpoint, and warn if another job has it."""
+        """Claim the directory of a checkpoint, and warn if another job has claimed it."""
         self._claims.hold(os.path.dirname(path), storage.claim)
 
     def is_alone(self, path: str) -> bool:
-        """Return whether no other job may be writing files of the same names next to ``path``."""
+        """Return whether no other job can be writing files of the same names next to ``path``."""
         return self._claims.is_alone(os.path.dirname(path))
 
     def remove_orphans(self, storage: Storage, path: str) -> None:
-        """Delete, once, what dead processes have left unfinished next to ``path``; a store is not asked."""
+        """Delete, once per directory, unfinished files of dead processes next to ``path``; does nothing for a URL."""
         directory = os.path.dirname(path)
         if directory not in self._cleaned and not is_remote(path):
             self._cleaned.add(directory)
             storage.remove_orphans(directory)
 
     def note_commits(self, storage: Storage, path: str) -> None:
-        """Read, once, how old the checkpoints next to ``path`` are; a store is not asked."""
+        """Read, once per directory, the commit times of the checkpoints next to ``path``; does nothing for a URL."""
         directory = os.path.dirname(path)
         if directory not in self._read and not is_remote(path):
             self._read.add(directory)
             note_commits(storage, directory, os.path.splitext(path)[1])
 
     def release(self) -> None:
-        """End the claims."""
+        """Release the claims."""
         self._claims.release()

@@ -1,4 +1,4 @@
-"""One state is copied into a buffer: begun, written from meanwhile, and sealed, or given up if the copy is torn."""
+"""Stages one state: copies it into a host buffer while another thread writes from it; fails if the copy is torn."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ckpt_core.process.threads import Latch
 
 
 class TornSnapshotGuard:
-    """Detects that a tensor was changed, through torch, between the beginning and the end of a snapshot.
+    """Detects tensors that were modified, through torch, between the beginning and the end of a snapshot.
 
-    Compares the version counters that autograd keeps; changes through ``tensor.data`` or through a NumPy view do not
-    count there and are not seen.
+    Compares autograd's version counters. Changes through ``tensor.data`` or a NumPy view do not increment them and are
+    not detected.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         try:
             self._tensors, self._versions = list(tensors), [tensor._version for tensor in tensors]
-        except RuntimeError:  # those of inference mode have none
+        except RuntimeError:  # tensors made in inference mode have no version counter
             self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
             self._versions = [tensor._version for tensor in self._tensors]
 
@@ -47,42 +47,42 @@ class TornSnapshotGuard:
 
 
 class Layout(Protocol):
-    """Which tensors a state has, and where in a buffer they go."""
+    """The tensors of a state, and the offset of each in the staging buffer."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """The live tensors that are written."""
+        """The live tensors to save."""
 
     @property
     def staged_size(self) -> int:
-        """Bytes of the buffer that all of them need; 0 if they need none."""
+        """Size in bytes of the buffer that all tensors need; 0 if they need none."""
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Piece]:
-        """Yield pieces to copy into ``buffer``, in order, as ``(end, target, source)``.
+        """Yield the pieces to copy into ``buffer``, in order, as ``(end, target, source)``.
 
-        ``end`` is the offset in the buffer at which one ends. They have at most ``nbytes``, but those whose bytes a
-        device has as they are saved: those are divided when they are copied.
+        ``end`` is the offset in the buffer at which the piece ends. A piece has at most ``nbytes``, except where a
+        device holds the bytes exactly as they are saved: such a piece is split later, when it is copied.
         """
 
     def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Move]:
-        """Yield the same where all tensors are the host's, in any order."""
+        """Yield the same copies as :meth:`pieces_in`, in any order; only for tensors that are all in host memory."""
 
 
 class Snapshot:
-    """The tensors of one save: being copied into a buffer of ours, or live while training waits.
+    """The tensors of one save: copied into a staging buffer, or read live while training waits.
 
-    Two threads share it. The training thread takes the state, and seals it or gives up; the other one writes what is
-    there already, and gives the buffer back, whatever has happened. In the foreground (without ``buffers``) both are
-    one thread. With ``overlaps``, the copy of what an accelerator has continues after :meth:`finish`, until the next
-    step of an optimizer (:mod:`ckpt_core._pipeline.device_copy`).
+    Two threads share a snapshot. The training thread takes the state, then seals the snapshot or gives it up. The
+    writer thread writes what is already copied, and always releases the buffer at the end. In the foreground (without
+    ``buffers``), one thread does both. With ``overlaps``, copies from an accelerator continue after :meth:`finish`,
+    until the next optimizer step (:mod:`ckpt_core._pipeline.device_copy`).
     """
 
     def __init__(self, path: str, buffers: BufferPool | None = None, *, overlaps: bool = False) -> None:
         self.is_live = buffers is None  # the save is in the foreground
-        self.buffer: StagingBuffer | None = None  # what the tensors are copied into, all of them, if they are
-        self.not_copied: OutOfMemoryError | None = None  # in the background: training has to wait for the save
-        self.may_pass = True  # through a smaller buffer, because another thread writes
-        self.failure: CheckpointError | None = None  # why there is nothing to save, if it was given up
+        self.buffer: StagingBuffer | None = None  # where all tensors are copied, if one buffer holds them all
+        self.not_copied: OutOfMemoryError | None = None  # no memory for a copy: training waits until all is written
+        self.may_pass = True  # whether a smaller buffer will do, because another thread writes and frees its windows
+        self.failure: CheckpointError | None = None  # why there is nothing to save, if the save was given up
         self.sealed_at = 0.0  # by time.perf_counter()
         self._path = path
         self._buffers = buffers
@@ -97,7 +97,7 @@ class Snapshot:
     # ---- the training thread -----------------------------------------------------------------------------------------
 
     def take(self, layout: Layout) -> None:
-        """Begin to copy the tensors; those that are not copied may be read by other threads from now on."""
+        """Begin to copy the tensors; those that are not going to be copied may now be read by other threads."""
         if is_capturing(layout.tensors):
             raise CheckpointError(
                 "save was called while a CUDA graph is being captured: the work that computes the state is only "
@@ -132,25 +132,25 @@ class Snapshot:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the live tensors are not needed any more when :meth:`finish` has returned."""
+        """Whether the save no longer needs the live tensors once :meth:`finish` has returned."""
         return self._lent is not None and self.not_copied is None
 
     @property
     def seconds_without_memory(self) -> float:
-        """How long the copy has waited for memory, because ``max_host_bytes`` is less than the state."""
+        """Seconds for which the copy has waited for memory, because ``max_host_bytes`` is less than the state."""
         return 0.0 if self._passing is None else self._passing.seconds_without_room
 
     def begin_writing(self) -> None:
-        """Let the other thread write what there is."""
+        """Let the writer thread begin to write what is copied so far."""
         self._taken.set()
 
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Return when the caller may change the state, if the copy overlaps only by a step of an optimizer.
+        """Return when the caller may change the state; if the copy overlaps, only by an optimizer step.
 
-        The calling thread does ``meanwhile`` while the state is being copied. The other thread begins to write when
-        that has ended, or with :meth:`seal` if the copy overlaps: sooner, the two would take the GIL from each other,
-        and training wait for it. It begins when host memory is copied: to allocate a file, some file systems fill it
-        with zeros (tmpfs), and take memory's bandwidth from the copy.
+        The calling thread calls ``meanwhile`` while the state is being copied. The writer thread begins once that call
+        has ended, or with :meth:`seal` if the copy overlaps: earlier, the two threads would compete for the GIL and
+        delay training. For host memory, the writer begins once all is copied: some file systems (tmpfs) fill a file
+        with zeros to allocate it, which would take memory bandwidth from the copy.
         """
 
         def then_write() -> None:
@@ -174,13 +174,13 @@ class Snapshot:
         self._guard = TornSnapshotGuard(())
 
     def seal(self) -> None:
-        """Declare that all is there: it may be committed."""
+        """Declare the snapshot complete, so that it may be committed."""
         self.sealed_at = time.perf_counter()
         self._taken.set()
         self._sealed.set()
 
     def give_up(self, error: BaseException) -> None:
-        """Declare that there is nothing to save, and why; returns when nothing is copied any more."""
+        """Declare that there is nothing to save because of ``error``; return when no copy is running any more."""
         self.failure = given_up(error, self._path)
         self.failure.raised_at_once = True
         try:
@@ -194,35 +194,34 @@ class Snapshot:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the other thread waits for this one no more; also asked by a signal handler that interrupts it."""
+        """Whether the writer no longer waits for the training thread; a signal handler on that thread may ask, too."""
         if not self._sealed.is_set():
             return False
-        self._sealed.set()  # once more: the handler may have interrupted the first time before all waiters were let go
+        self._sealed.set()  # again: the handler may have interrupted the first call before it released all waiters
         return True
 
     # ---- the thread that writes --------------------------------------------------------------------------------------
 
     def wait_begun(self) -> None:
-        """Return when there is something to write, or nothing will be."""
+        """Return when there is something to write, or when it is known that there will not be."""
         self._taken.wait()
 
     def wait_taken(self) -> None:
-        """Return when it is known what is to be written; raise if that is nothing."""
+        """Return when it is known what to write; raise if the save was given up."""
         self._taken.wait()
         self._raise_failure()
 
     def pass_through(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool] = lambda *_: False
     ) -> list[tuple[str, PassedImage]] | None:
-        """Begin to copy files of live tensors through a buffer that is smaller than they are; None if it is not.
+        """Begin to copy ``files``, in the order of writing, through a buffer smaller than the state; None without one.
 
-        ``files`` are in the order in which they are going to be written; ``is_there`` is called before one is copied:
-        whether it need not be written.
+        ``is_there`` is called before a file is copied, and returns whether the file need not be written.
         """
         return None if self._passing is None else self._passing.begin(files, is_there)
 
     def wait_until(self, offset: int) -> None:
-        """Return when everything up to ``offset`` of the buffer is copied; raise if there is nothing to save."""
+        """Return when everything up to ``offset`` in the buffer is copied; raise if there is nothing to save."""
         self._raise_failure()
         assert self._copy is not None
         try:
@@ -233,11 +232,11 @@ class Snapshot:
             raise
 
     def _raise_why_not_copied(self) -> None:
-        self._sealed.wait()  # the training thread is about to say why, if it has not continued
+        self._sealed.wait()  # until the training thread has sealed the snapshot, or set the failure
         self._raise_failure()
 
     def wait_sealed(self) -> None:
-        """Return when the whole state was taken; called when all tensors that were not copied have been written."""
+        """Return when the whole state is taken; called when the tensors that were not copied have been written."""
         if not self.is_live:
             self._sealed.wait()
         self._raise_failure()
@@ -249,7 +248,7 @@ class Snapshot:
     def _check_copy(self, copy: BackgroundCopy | HostCopy) -> None:
         try:
             is_whole = copy.wait()
-        except BaseException as error:  # its thread has ended: this one says it
+        except BaseException as error:  # the copying thread has ended, so its error is raised here
             raise given_up(error, self._path) from error
         if not is_whole:
             raise SnapshotTornError(
@@ -261,9 +260,9 @@ class Snapshot:
             )
 
     def release(self) -> None:
-        """Give the buffer back when nothing is copied into it any more; doing it twice is doing it once."""
+        """Give the buffer back once nothing is copied into it any more; safe to call twice."""
         if self._passing is not None:
-            self._passing.abandon()  # where nothing is written any more, training must not wait for it
+            self._passing.abandon()  # no window will be written any more, so training must not wait for one
         if not self.is_live:
             self._sealed.wait()
         if self._copy is not None:
@@ -273,7 +272,7 @@ class Snapshot:
         if self._lent is not None and self._buffers is not None:
             self._buffers.release(self._lent)
         self._lent = self.buffer = None
-        self._guard = TornSnapshotGuard(())  # lets go of the tensors
+        self._guard = TornSnapshotGuard(())  # releases the references to the tensors
         self._copy = None
 
     def _raise_failure(self) -> None:
@@ -282,7 +281,7 @@ class Snapshot:
 
 
 def given_up(error: BaseException, path: str) -> CheckpointError:
-    """Return the error that other ranks raise for an exception that ended the save on one."""
+    """Return the error that other ranks raise for the exception that ended the save on this rank."""
     if isinstance(error, CheckpointError):
         return error
     failure = CheckpointError(f"the save failed: {type(error).__name__}: {error}", path=path)

@@ -1,15 +1,14 @@
-"""Frozen tensors are not written again: their file is linked to the one of the checkpoint before, or copied.
+"""Saves frozen tensors incrementally: their file is hard-linked or copied from the previous checkpoint.
 
-Callers say which tensors are frozen (:attr:`~ckpt_core.Part.frozen`), and those are written into a file of their own.
-What decides is the content: the file is taken over only if every block of it has the digest that the same block has in
-the file of the checkpoint before. A tensor that was called frozen and has changed costs a file that is written, and
-never a wrong byte.
+The caller says which tensors are frozen (:attr:`~ckpt_core.Part.frozen`), and those are written into a separate file.
+The content decides: the file is taken over only if every block has the same digest as that block has in the previous
+checkpoint's file. If a tensor that is declared frozen has changed, the file is written again; the saved bytes are never
+wrong.
 
-Every checkpoint remains whole by itself: what is taken over is a hard link or a copy, never a reference. Links share
-the blocks of a disk, though, so a block that goes bad would be in all checkpoints from then on. Therefore a file is
-read back and compared in full when this process has not written it, and after :data:`LINKS_BETWEEN_READINGS` links; one
-that is damaged is written again. The file itself is not looked at otherwise, but for its header, which says which save
-wrote it.
+Every checkpoint stays complete by itself: a file that is taken over is a hard link or a copy, never a reference. Hard
+links share the blocks of a disk, though, so a block that goes bad would be in all later checkpoints. Therefore a file
+is read back and compared in full if this process has not written it, and after :data:`LINKS_BETWEEN_READINGS` links; a
+damaged one is written again. Otherwise only its header is read, which says which save wrote the file.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ logger = logging.getLogger(__name__)
 
 LINKS_BETWEEN_READINGS = 10
 _NEVER_READ = 2**31  # links of a file whose bytes this process has neither written nor read back
-_READ = 8 * 2**20  # bytes of a file that are read at a time, to be compared
-_WORTH_A_FILE = 256 * 1024  # a file costs a call or two to make durable, and its share of the manifest
+_READ = 8 * 2**20  # bytes per read when a file is compared
+_WORTH_A_FILE = 256 * 1024  # bytes: a file costs a call or two to make it durable, and an entry in the manifest
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownFile:
-    """A safetensors file of the checkpoint before."""
+    """A safetensors file of the previous checkpoint."""
 
     name: str
     size: int  # its length in bytes
     save_id: str  # the save that wrote it
-    digests: bytes  # of its blocks, one after the other; the first is its header's
-    links: int  # how many checkpoints have taken it over since its bytes were written or read back
+    digests: bytes  # the digests of its blocks, concatenated; the first is the header's
+    links: int  # how many checkpoints have taken the file over since it was written or read back
 
     def fits(self, layout: FileLayout) -> bool:
-        """Return whether it has the header of such a file, but for the save's id."""
+        """Return whether the file has the size and header of ``layout``, apart from the id of the save."""
         fits = self.size == layout.size and len(self.digests) == (len(layout.blocks) - 1) * DIGEST_BYTES
         return fits and bytes.fromhex(digest(layout.header(self.save_id))) == self.digests[:DIGEST_BYTES]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A committed checkpoint, as far as one rank has written it: where it is, and its safetensors files."""
+    """One rank's share of a committed checkpoint: the checkpoint's path, and the rank's safetensors files."""
 
     path: str
     files: tuple[_KnownFile, ...]
 
 
 class UnchangedFiles:
-    """What one rank knows of the last committed checkpoint, in order not to write the same files again.
+    """What one rank knows about the last committed checkpoint, so that it need not write the same files again.
 
-    With ``divide_replicated``, parts that all ranks hold alike may be divided over files. If not, they stay files that
-    other programs read as they are, and are taken over only if all of the part is frozen.
+    With ``divide_replicated``, replicated parts may be split into a frozen and another file. Without it, each stays one
+    file that other programs can read as it is, and is taken over only if the whole part is frozen.
     """
 
     def __init__(self, *, rank: int, world_size: int, divide_replicated: bool, enabled: bool = True) -> None:
@@ -80,19 +79,19 @@ class UnchangedFiles:
         self._loaded: tuple[Storage, str] | None = None
 
     def loaded(self, storage: Storage, path: str) -> None:
-        """Note that the run resumes from the checkpoint at ``path``, which is read when the first save comes."""
+        """Note that the run resumes from the checkpoint at ``path``; the first save reads its manifest."""
         if self._enabled and self._known is None:
             self._loaded = storage, path
 
     def begin(self, storage: Storage, path: str) -> IncrementalSave:
-        """Return what a save at ``path`` needs to know."""
+        """Begin a save at ``path``, which may take over files of the last known checkpoint."""
         if self._loaded is not None:
             found, self._loaded = _known_at(*self._loaded, rank=self._rank), None
             self._known = self._known or found
         return IncrementalSave(self, storage, path, self._known)
 
     def divide(self, content: PartContent) -> PartContent:
-        """Return the part with its frozen tensors in a file of their own, if that is worth it."""
+        """Return the part with its frozen tensors moved to a separate file, if they are large enough."""
         may_be_divided = content.kind == "sharded" or (content.kind == "replicated" and self._divide_replicated)
         if not self._enabled or not may_be_divided or (self._world_size == 1 and not self._divide_replicated):
             return content
@@ -102,13 +101,13 @@ class UnchangedFiles:
         return dataclasses.replace(content, apart=apart)
 
     def committed(self, path: str, files: Iterable[_KnownFile]) -> None:
-        """Note that a checkpoint is there, with these files of this rank."""
+        """Note that the checkpoint at ``path`` is committed, with these files of this rank."""
         if self._enabled:
             self._known = _Known(path, tuple(files))
 
 
 class IncrementalSave:
-    """One save that does not write again what is in the checkpoint before."""
+    """One save that takes over unchanged files of the previous checkpoint instead of writing them again."""
 
     def __init__(self, memory: UnchangedFiles, storage: Storage, path: str, known: _Known | None) -> None:
         self._memory = memory
@@ -119,14 +118,14 @@ class IncrementalSave:
         self._links: dict[str, int] = {}
 
     def divide(self, contents: Sequence[PartContent]) -> list[PartContent]:
-        """Return the parts with their tensors divided over files; called when the state is about to be taken."""
+        """Return the parts with their tensors divided over files; called right before the state is taken."""
         self._frozen = {content.name: frozenset(content.frozen) for content in contents}
         return [self._memory.divide(content) for content in contents]
 
     def take_over(self, files: RankFiles, name: str, image: Image, target: str, *, scratch: ScratchBuffers) -> bool:
-        """Make the file ``name`` of this save that of the checkpoint before, if they are equal; return whether it is.
+        """Link or copy the file ``name`` from the previous checkpoint if it is equal, and return whether it was.
 
-        If not, it has to be written, over what may be there.
+        If not, the caller has to write the file, and to overwrite what may be at ``target``.
         """
         if self._known is None:
             return False
@@ -143,7 +142,7 @@ class IncrementalSave:
         try:
             self.storage.copy(f"{self._known.path}/{before.name}", target)
             is_right = self._is_right(target, file, before)
-        except CheckpointError as error:  # deleted meanwhile, or the storage cannot: then it is written
+        except CheckpointError as error:  # deleted meanwhile, or the storage cannot copy: the caller writes the file
             logger.info(
                 "wrote %s again, because %s/%s could not be copied: %s", name, self._known.path, before.name, error
             )
@@ -168,7 +167,7 @@ class IncrementalSave:
         return found
 
     def committed(self, files: RankFiles) -> None:
-        """Note that the checkpoint is there, with these files of this rank."""
+        """Note that the checkpoint is committed, with these files of this rank."""
         self._memory.committed(
             self._path,
             [
@@ -179,7 +178,7 @@ class IncrementalSave:
 
 
 def _known_at(storage: Storage, path: str, *, rank: int) -> _Known | None:
-    """Return what a rank of another process has written of the checkpoint at ``path``; None if that is not known."""
+    """Return the files that ``rank`` of an earlier process wrote for the checkpoint at ``path``; None if unknown."""
     try:
         _, manifest = read_manifest(storage, path)
         if rank >= len(manifest.ranks):
@@ -211,7 +210,7 @@ def _same_store(one: str, other: str) -> bool:
 
 
 def _take_all(image: Image, scratch: ScratchBuffers) -> None:
-    """Take all bytes of an image, which leaves it with the digests of its blocks."""
+    """Read all windows of an image, so that the digests of all its blocks are known."""
 
     def take(begin: int) -> None:
         if image.is_staged:
@@ -226,10 +225,10 @@ def _take_all(image: Image, scratch: ScratchBuffers) -> None:
 
 
 def _compare(reader: FileReader, file: WrittenFile, before: _KnownFile, *, whole: bool) -> bool:
-    """Return whether the header of a file, or all of it, has the digests that are known of it."""
+    """Return whether the header (with ``whole``: the whole file) has the digests recorded for ``before``."""
     blocks = list(map(int, file.layout.blocks)) if whole else [0, file.layout.header_size]
     wanted = [before.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES].hex() for i in range(len(blocks) - 1)]
-    # Whole blocks, as many as are read at a time; the header is larger only if there are very many tensors.
+    # Each read covers whole blocks, about _READ bytes; more only for the header of very many tensors.
     first_of_read: list[int] = np.unique(
         np.searchsorted(blocks, range(0, blocks[-1], _READ), side="right") - 1
     ).tolist()

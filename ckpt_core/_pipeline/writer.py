@@ -1,4 +1,4 @@
-"""An image goes to storage: windows in parallel as they come, then the tail, then the commit."""
+"""Writes an image to storage: windows in parallel as they become available, then the tail, then the commit."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def write_image(
     written: Callable[[int], None] | None = None,
     one_by_one: bool = False,
 ) -> int:
-    """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all; return its size.
+    """Write ``image`` to ``path``, durable and whole or not at all; return its size in bytes.
 
-    ``scratch`` lends up to 7 windows of memory (112 MiB); not used for a staged image. The calling thread does
-    ``meanwhile`` while others write. ``written`` is called for each window of a staged image that needs its memory no
-    longer, ``before_tail`` when all windows are written; returns when the tail is known. If it raises, nothing appears.
-    With ``one_by_one``, windows are taken in order, by this thread alone.
+    ``scratch`` lends up to 7 windows of memory (112 MiB), unless the image is staged. The calling thread calls
+    ``meanwhile`` while other threads write. ``written`` is called for each window of a staged image once its memory may
+    be reused. ``before_tail`` is called when all windows are written, and returns once the tail is known; if it raises,
+    no file appears. With ``one_by_one``, the calling thread alone writes the windows, in order.
     """
     created: FileWriter | None = None
     try:
         created = writer = storage.create(path, image.approximate_size)
 
-        # More windows are assembled than written at a time: the disk never waits for a copy.
+        # More windows are assembled at a time than written, so that the disk never waits for a copy.
         writing = threading.Semaphore(writer.threads)
 
         def write_window(begin: int) -> None:
@@ -57,7 +57,7 @@ def write_image(
         threads = 1
         if writer.parallel and not one_by_one:
             threads = writer.threads if image.is_staged else min(writer.threads + _WINDOWS_AHEAD, _WINDOWS_IN_MEMORY)
-        # With something else to do meanwhile, the calling thread comes late, and the first window is another's.
+        # With ``meanwhile``, the calling thread joins late, so one more thread is useful.
         useful = len(windows) + (meanwhile is not None)
         run_parallel(write_window, windows, threads=min(threads, useful), meanwhile=meanwhile)
         if before_tail is not None:
@@ -79,7 +79,7 @@ def write_image(
 def _write_whole_blocks(writer: FileWriter, offset: int, data: bytes) -> None:
     if not data:
         return
-    # Direct I/O wants whole blocks from aligned memory; commit cuts the file to its size.
+    # Direct I/O requires whole blocks from aligned memory; the commit truncates the file to its size.
     aligned = StagingBuffer(len(data))
     try:
         aligned.memory[: len(data)] = data
