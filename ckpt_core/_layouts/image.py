@@ -1,4 +1,4 @@
-"""What a file of any layout is to those who write it."""
+"""The interface between the layouts and the writer: an image, the bytes of one file to write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOW = 16 * 2**20  # bytes: a digest never spans a multiple of this, so window
 
 
 class ImageAbandonedError(CheckpointError):
-    """Whoever was making the image has given up; the reason was raised there."""
+    """The image was abandoned by the thread that was making it; that thread raised the reason."""
 
 
 class Memory(Protocol):
@@ -20,36 +20,36 @@ class Memory(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """It as a one-dimensional ``uint8`` tensor."""
+        """The memory as a one-dimensional ``uint8`` tensor."""
 
     @property
     def memory(self) -> memoryview:
-        """It as a writable ``memoryview``."""
+        """The memory as a writable ``memoryview``."""
 
 
 class Image(Protocol):
-    """The bytes of a file in the making: windows of equal size, then the few bytes that are left."""
+    """The bytes of one file to write: windows of ``WINDOW`` bytes, then a short tail."""
 
     @property
     def region_size(self) -> int:
-        """Length in bytes of the first part of the file, which :meth:`digested_window` gives; a multiple of 4096."""
+        """Length in bytes of the part of the file that is made of windows; a multiple of 4096."""
 
     @property
     def approximate_size(self) -> int:
-        """The file's size in bytes, or about that while it is not known."""
+        """The file's size in bytes; an estimate until the size is known."""
 
     @property
     def is_staged(self) -> bool:
-        """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
+        """Whether the bytes are in a staging buffer, so that the live tensors may change."""
 
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
-        """Return the page-aligned bytes of the window at ``begin``, waiting for them if need be; keep their digests.
+        """Return the page-aligned bytes of the window at ``begin``, once they are available, and keep their digests.
 
-        ``scratch`` is memory of at least ``WINDOW`` bytes to assemble it in; a staged image needs none.
+        ``scratch`` is memory of at least ``WINDOW`` bytes in which to assemble the window; a staged image needs none.
         """
 
     def tail(self) -> bytes:
         """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
 
     def forget_sources(self) -> None:
-        """Take what is left of the live tensors, and let go of them; called when every window was taken."""
+        """Copy what is still needed of the live tensors, and release them; called when every window was taken."""

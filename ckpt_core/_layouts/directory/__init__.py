@@ -1,1 +1,1 @@
-"""Directories of safetensors files with one manifest, for any number of ranks (``docs/format_sharded.md``)."""
+"""The directory layout: safetensors files and one manifest, for any number of ranks (``docs/format_sharded.md``)."""

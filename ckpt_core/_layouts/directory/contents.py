@@ -1,6 +1,6 @@
-"""What a manifest says is in each part: structure, tensors, and where which elements are; all of it checked.
+"""Maps the parts of a manifest to file offsets: structure, tensors, and the chunks of each tensor, all validated.
 
-There can be a million chunks, so they stay in arrays; only those that are asked for become objects.
+There can be a million chunks, so they stay in NumPy arrays; only the requested ones become objects.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, 
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME
 
-_FEW = 8  # chunks of a tensor up to which a loop is faster than an array
-_MOST_CELLS = 2**22  # of the grid in which overlaps are looked for
+_FEW = 8  # up to so many chunks of a tensor, a loop is faster than array operations
+_MOST_CELLS = 2**22  # cells of the grid used to find overlaps
 
 
 # ---- where elements are ----------------------------------------------------------------------------------------------
 
 
 class TensorTable:
-    """The tensors that chunks are of, as arrays: dimensions, elements, and bytes of an element of each."""
+    """The tensors that the chunks belong to, as arrays: number of dimensions, number of elements, and itemsize."""
 
     def __init__(self, infos: Sequence[TensorInfo]) -> None:
         self.infos = infos
@@ -44,7 +44,7 @@ class TensorTable:
         self.numels = _products(self._shapes, self.dimensions)
 
     def shapes_of(self, tensors: IntArray) -> IntArray:
-        """Return the shapes of tensors, one after the other."""
+        """Return the shapes of tensors, concatenated."""
         counts = self.dimensions[tensors]
         pointers = np.cumsum(counts) - counts
         places: IntArray = np.arange(counts.sum()) + np.repeat(self._pointers[tensors] - pointers, counts)
@@ -52,12 +52,12 @@ class TensorTable:
 
 
 class Shard:
-    """A safetensors file of the checkpoint, with everything known about its bytes.
+    """A safetensors file of the checkpoint, with the positions of its chunks and blocks.
 
-    ``tensors`` has the number of the tensor that each chunk is of, in file order; ``offsets`` and ``shapes`` have those
-    of all chunks, one chunk's after the other's; ``begins`` the offset of each chunk in the file. ``first_digest`` is
-    the number of the digest of its first block in the rank's file of digests. Chunks that are not inside their tensors,
-    or do not fill the file, are a ``ValueError``.
+    ``tensors`` has the number of each chunk's tensor, in file order; ``offsets`` and ``shapes`` are the concatenated
+    ones of all chunks; ``begins`` has the offset of each chunk in the file. ``first_digest`` is the number of the first
+    block's digest in the rank's file of digests. Raises a ``ValueError`` for chunks that are not inside their tensors
+    or do not fill the file.
     """
 
     def __init__(self, file: ShardFile, *, rank: int, first_digest: int, table: TensorTable) -> None:
@@ -92,19 +92,19 @@ class Shard:
 
     @functools.cached_property
     def blocks(self) -> list[int]:
-        """Where the blocks begin, and the file's size."""
+        """The offsets of the blocks, and the file's size as the last entry."""
         return list(map(int, block_begins(self.file.header_size, self._sizes.tolist())))
 
     def tensor_at(self, offset: int) -> int | None:
-        """Return the number of the tensor that the byte at ``offset`` is of; None for the header."""
+        """Return the number of the tensor that the byte at ``offset`` belongs to; None for the header."""
         index = int(np.searchsorted(self.begins, offset, side="right")) - 1
         return None if index < 0 else int(self.tensors[index])
 
 
 def _products(shapes: IntArray, dimensions: IntArray) -> IntArray:
-    """Return the number of elements of shapes that stand one after the other."""
+    """Return the number of elements of each shape; ``shapes`` are concatenated, with so many ``dimensions`` each."""
     begins = np.cumsum(dimensions) - dimensions
-    # reduceat gives the next number for a scalar, which has none, and needs one behind the end.
+    # For a scalar, which has no sizes, reduceat returns the next number (replaced below) and needs one at the end.
     products: IntArray = np.multiply.reduceat(np.append(shapes, 1), begins) if len(begins) else begins
     return np.where(dimensions == 0, 1, products)
 
@@ -119,7 +119,7 @@ def _numbers(values: Any) -> IntArray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """A chunk of a tensor."""
+    """A chunk of a tensor, and where it is stored."""
 
     shard: Shard  # the file that holds it
     box: Box  # its place in the whole tensor
@@ -127,7 +127,7 @@ class Placed:
 
 
 class ChunkTable:
-    """The chunks of a table of tensors."""
+    """The chunks of all tensors in a table, looked up by tensor."""
 
     def __init__(self, shards: Sequence[Shard], table: TensorTable) -> None:
         self.shards = shards
@@ -142,7 +142,7 @@ class ChunkTable:
         self._order = np.argsort(tensors, kind="stable")
         starts = np.searchsorted(tensors[self._order], np.arange(len(table.infos) + 1))
         self._starts: list[int] = starts.tolist()
-        # Of most tensors there is one chunk, all of it: nothing needs to be found out about them.
+        # Most tensors are one chunk that holds them whole; for those, no search is needed.
         lonely = np.flatnonzero(np.diff(starts) == 1)
         rows = self._order[starts[lonely]]
         numels = _joined([shard.numels for shard in shards])
@@ -150,11 +150,11 @@ class ChunkTable:
         self._whole = dict(zip(lonely[whole].tolist(), rows[whole].tolist(), strict=True))
 
     def is_whole(self, tensor: int) -> bool:
-        """Return whether one chunk is all of a tensor."""
+        """Return whether one chunk holds the whole tensor."""
         return tensor in self._whole
 
     def overlapping(self, tensor: int, box: Box) -> list[Placed]:
-        """Return the chunks that have elements of a box of a tensor."""
+        """Return the chunks that have elements of ``box`` of a tensor."""
         row = self._whole.get(tensor)
         if row is not None:
             whole = Box.whole(self._table.infos[tensor].shape)
@@ -169,7 +169,7 @@ class ChunkTable:
         return [chunk for chunk in placed if chunk.box.intersection(box) is not None]
 
     def check_cover(self, tensor: int) -> None:
-        """Refuse, with a ``ValueError``, chunks that are not every element of a tensor exactly once."""
+        """Raise a ``ValueError`` unless the chunks of a tensor hold each of its elements exactly once."""
         if self.is_whole(tensor):
             return
         begins, ends = self._corners(tensor, self._rows(tensor))
@@ -178,7 +178,7 @@ class ChunkTable:
         wanted = math.prod(self._table.infos[tensor].shape)
         if found != wanted:
             raise ValueError(f"{found} of {wanted} elements are in the files")
-        # From here on, a missing element would be one whose place another has taken.
+        # The counts are equal, so an element can only be missing if another one is stored twice.
         if _overlap(begins[used], ends[used]):
             raise ValueError("two chunks hold the same elements")
 
@@ -201,14 +201,14 @@ def _joined(arrays: Sequence[IntArray]) -> IntArray:
 
 
 def _overlap(begins: IntArray, ends: IntArray) -> bool:
-    """Return whether two boxes, none of them empty, have an element in common."""
+    """Return whether any two of the boxes, none of them empty, have an element in common."""
     count, dimensions = begins.shape
     if count < 2:
         return False
     if dimensions == 0:
         return True
-    # Between neighbouring corners nothing changes, so a grid of cells stands for all elements. A chunk adds one to the
-    # cells that it covers: +1 and -1 at its corners, summed up along every dimension.
+    # Between neighbouring corners nothing changes, so a coarse grid of cells represents all elements. Each chunk adds 1
+    # to the cells that it covers: put +1 and -1 at its corners, then take the cumulative sum along every dimension.
     marks = [np.unique(np.concatenate([begins[:, d], ends[:, d]])) for d in range(dimensions)]
     cells = [len(mark) for mark in marks]
     if math.prod(cells) > _MOST_CELLS:
@@ -232,14 +232,14 @@ def _overlaps_another(begins: IntArray, ends: IntArray, row: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PartContents:
-    """A part of the state as it is in the files."""
+    """A part of the state as it is stored in the files."""
 
     name: str
     record: PartRecord  # its structure and its tensors
-    references: list[Reference]  # where in the structure tensors stand, in the order in which they are decoded
+    references: list[Reference]  # the tensors' places in the structure, in the order in which they are decoded
     keys: list[str]  # a name for each tensor
-    table: ChunkTable  # where the elements of tensors are
-    first: int  # number of the part's first tensor in table
+    table: ChunkTable  # the chunks of the tensors
+    first: int  # number of the part's first tensor in the table
 
     def __post_init__(self) -> None:
         for shard in self.shards:
@@ -247,7 +247,7 @@ class PartContents:
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """The files, which may hold other parts too."""
+        """The files that hold the part; they may hold other parts, too."""
         return self.table.shards
 
     def _key_of(self, tensor: int) -> str:
@@ -255,11 +255,11 @@ class PartContents:
         return f"{self.name}.{self.keys[number]}" if 0 <= number < len(self.keys) else self.name
 
     def overlapping(self, index: int, box: Box) -> list[Placed]:
-        """Return the chunks that have elements of a box of a tensor."""
+        """Return the chunks that have elements of ``box`` of a tensor."""
         return self.table.overlapping(self.first + index, box)
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Return the tensors by key; tied ones under each of their keys."""
+        """Return the tensors by key; tied tensors are listed under each of their keys."""
         return {reference.key: self.record.tensors[reference.index] for reference in self.references}
 
 
@@ -288,13 +288,13 @@ class Contents:
             ) from error
 
     def holders(self, name: str) -> list[int]:
-        """Return the ranks that saved a per-rank part; rank 0 alone stands for the others."""
+        """Return the ranks that saved a per-rank part; for any other part, rank 0, which stands for all."""
         if self.kinds[name] != "per-rank":
             return [0]
         return [rank for rank, record in enumerate(self._manifest.ranks) if name in record.parts]
 
     def part(self, name: str, rank: int) -> PartContents:
-        """Return a part; ``rank`` says whose, if it is per-rank."""
+        """Return a part; if it is per-rank, that of ``rank``."""
         if name not in self.kinds:
             raise CheckpointNotFoundError(
                 f"the checkpoint has no part {name!r}; it has {', '.join(sorted(self.kinds)) or 'none'}",
@@ -337,7 +337,7 @@ class Contents:
         return found
 
     def check(self) -> list[Shard]:
-        """Check everything that the manifest says; return all files."""
+        """Validate everything in the manifest, and return all files."""
         shards: dict[str, Shard] = {}
         for name in self.kinds:
             for rank in self.holders(name):
@@ -349,12 +349,12 @@ class Contents:
         return list(shards.values())
 
     def check_tensor(self, part: PartContents, index: int) -> None:
-        """Check that every element of a tensor is in the files once."""
+        """Check that every element of a tensor is in the files exactly once."""
         with self.sense(f"{part.name}.{part.keys[index]}"):
             part.table.check_cover(part.first + index)
 
     def check_blocks(self, shards: Iterable[Shard]) -> None:
-        """Check that there is one digest for each block of files."""
+        """Check that there is one digest for each block of the files."""
         with self.sense():
             for shard in shards:
                 if len(shard.blocks) != shard.file.blocks + 1:

@@ -1,8 +1,7 @@
-"""Ranged reads: which bytes of a file a target needs, and how they get into it, every block compared with its digest.
+"""Plans and runs ranged reads: which bytes of a file a tensor needs; reads them and compares every block's digest.
 
-Long runs go straight into the target's memory, unless the storage is faster with aligned memory: a disk past the page
-cache. All others are read into scratch memory, neighbours together, and copied from there when their blocks were found
-to be right.
+Long runs are read directly into the target's memory, unless the storage is faster with aligned memory (direct I/O). All
+others are read into scratch memory, neighbours together, and copied from there once their blocks are verified.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from ckpt_core._layouts.safetensors import bits_of, is_memory
 from ckpt_core.buffers import ScratchBuffers, StagingBuffer, copy_late
 from ckpt_core.geometry import Box, byte_runs, merged, strides_of
 
-_ONE_READ = 8 * 2**20  # bytes that one job covers, but for the rest of the blocks at its ends
-_DIRECT = 2**20  # bytes from which on a run of its own is worth a call of its own
+_ONE_READ = 8 * 2**20  # bytes that one job covers, not counting the rest of the blocks at its ends
+_DIRECT = 2**20  # bytes: from this length, a run is worth a separate read
 _PAGE = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """Bytes of a file that a part of a target is made of.
+    """Byte ranges of a file that fill (a part of) a target tensor.
 
-    One run fills the memory of a contiguous target, from byte ``skip`` on; or, with ``strides`` (of the elements in the
-    file), all of ``target``, which may lie anyhow.
+    Without ``strides``, one run fills the memory of a contiguous target from byte ``skip`` on. With ``strides`` (of the
+    elements in the file), the runs fill all of ``target``, whatever its memory layout.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -46,20 +45,20 @@ class Read:
 
     @property
     def end(self) -> int:
-        """Offset behind the last byte."""
+        """Offset after the last byte."""
         return self.runs[-1][1]
 
     def part(self, begin: int, end: int) -> Read:
-        """Return what a contiguous target needs of the bytes from one offset in the file to another."""
+        """Return the part of this read that lies between two offsets in the file; for contiguous targets."""
         return Read(((begin, end),), self.target, self.skip + begin - self.begin)
 
     def memory(self) -> torch.Tensor:
-        """Return what is filled of a contiguous target, as flat bytes."""
+        """Return the memory of a contiguous target that this read fills, as flat bytes."""
         flat = self.target.as_strided((self.target.numel(),), (1,)).view(torch.uint8)
         return flat[self.skip : self.skip + self.end - self.begin]
 
     def fill(self, scratch: StagingBuffer, begin: int) -> None:
-        """Copy from scratch memory, in which the file's bytes from ``self.begin`` on are at ``begin``."""
+        """Fill the target from scratch memory, where the file's bytes from ``self.begin`` on are at ``begin``."""
         nbytes = self.end - self.begin
         if self.strides is None and self.target.device.type == "cpu":
             ctypes.memmove(self.target.data_ptr() + self.skip, scratch.tensor.data_ptr() + begin, nbytes)
@@ -75,7 +74,7 @@ class Read:
 
 
 def reads_of(placed: Placed, box: Box, target: torch.Tensor) -> Iterator[Read]:
-    """Yield the reads that fill the part of a target that a chunk has; ``box`` is the target's place in the whole."""
+    """Yield the reads that fill a target with what a chunk has of it; ``box`` is the target's place in the tensor."""
     view, itemsize, shape = target.detach(), target.dtype.itemsize, placed.box.shape
     if placed.box == box:
         if is_memory(view):
@@ -112,7 +111,7 @@ def _span(shape: tuple[int, ...], box: Box, itemsize: int) -> tuple[int, int]:
 
 
 def _parts(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Box]:
-    """Yield the parts of ``box`` that each lie within so few bytes as one job reads."""
+    """Split ``box`` into parts that each span no more bytes than one job reads."""
     begin, end = _span(shape, box, itemsize)
     if end - begin <= _ONE_READ:
         yield box
@@ -124,7 +123,7 @@ def _parts(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def _runs(shape: tuple[int, ...], box: Box, itemsize: int, step: int) -> list[tuple[int, int]]:
-    """Return ``(begin, end)`` of the needed bytes, as one run where no block would be left out between them."""
+    """Return ``(begin, end)`` of the needed bytes; one run for all of them if no block can be skipped in between."""
     runs = byte_runs(shape, box, itemsize)
     begin, nbytes = next(runs)
     second = next(runs, None)
@@ -135,29 +134,29 @@ def _runs(shape: tuple[int, ...], box: Box, itemsize: int, step: int) -> list[tu
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """Blocks of one file that are read by one thread."""
+    """Blocks of one file that one thread reads, verifies and copies."""
 
     shard: Shard  # the file
     spans: list[tuple[int, int]]  # (first, last) numbers of the blocks, ascending, last not included
-    reads: list[Read]  # what is filled from them
-    in_place: torch.Tensor | None = None  # the memory that they are read into; None: scratch memory
-    past_cache: bool = False  # whether whole pages are read, which need not go through the page cache
+    reads: list[Read]  # the reads that are filled from the blocks
+    in_place: torch.Tensor | None = None  # the memory that the blocks are read into; None: scratch memory
+    past_cache: bool = False  # whether to read whole pages, so that the storage can bypass the page cache
 
     @property
     def origin(self) -> int:
-        """Offset in the file that comes to the beginning of the scratch memory."""
+        """Offset in the file of the first byte in the scratch memory."""
         return self.shard.blocks[self.spans[0][0]] // _PAGE * _PAGE
 
     @property
     def size(self) -> int:
-        """Bytes of scratch memory that it needs."""
+        """Bytes of scratch memory that the job needs."""
         return 0 if self.in_place is not None else self.shard.blocks[self.spans[-1][1]] - self.origin
 
 
 def jobs_of(shard: Shard, reads: Iterable[Read], *, past_cache: bool) -> list[Job]:
-    """Return what to do for the reads of one file, by ascending offset.
+    """Return the jobs for the reads of one file, by ascending offset.
 
-    With ``past_cache``, whole pages are read; if not, long runs are read straight into their targets.
+    With ``past_cache``, whole pages are read into scratch memory; otherwise, long runs go directly into their targets.
     """
     jobs: list[Job] = []
     small: list[Read] = []
@@ -175,7 +174,7 @@ def jobs_of(shard: Shard, reads: Iterable[Read], *, past_cache: bool) -> list[Jo
 
 
 def all_of(shard: Shard, *, past_cache: bool) -> Iterator[Job]:
-    """Yield jobs that read all tensors of a file, and fill nothing."""
+    """Yield jobs that read and verify all tensors of a file without filling any target."""
     first, count = 1, shard.file.blocks
     while first < count:
         last = max(first + 1, bisect.bisect_right(shard.blocks, shard.blocks[first] + _ONE_READ) - 1)
@@ -184,7 +183,7 @@ def all_of(shard: Shard, *, past_cache: bool) -> Iterator[Job]:
 
 
 def _cuts(blocks: list[int], read: Read) -> Iterator[tuple[int, int, int, int]]:
-    """Yield ``(first, last, begin, end)``: a long run cut into whole blocks, and its two ends."""
+    """Cut a long run into groups of whole blocks, and its two ends; yield them as ``(first, last, begin, end)``."""
     first = bisect.bisect_left(blocks, read.begin)
     behind = bisect.bisect_right(blocks, read.end) - 1
     if first >= behind:
@@ -199,7 +198,7 @@ def _cuts(blocks: list[int], read: Read) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _grouped(shard: Shard, reads: Iterable[Read], past_cache: bool) -> Iterator[Job]:
-    """Yield jobs of neighbouring reads, which must come by ascending offset."""
+    """Group neighbouring reads, which must be sorted by offset, into jobs."""
     blocks = shard.blocks
     job = Job(shard, [], [], past_cache=past_cache)
     for read in reads:
@@ -216,9 +215,9 @@ def _grouped(shard: Shard, reads: Iterable[Read], past_cache: bool) -> Iterator[
 
 
 def run_job(job: Job, files: Files, scratch: ScratchBuffers, scratch_size: int) -> None:
-    """Read the blocks, compare them, and fill what is made of them.
+    """Read the blocks of a job, compare them with their digests, and fill the targets.
 
-    ``scratch_size`` is the most that a job of this load needs of scratch memory.
+    ``scratch_size`` is the scratch memory in bytes that the largest job of this load needs.
     """
     if job.in_place is not None:
         _read_blocks(job, files, job.in_place.numpy().data, job.shard.blocks[job.spans[0][0]])

@@ -1,4 +1,4 @@
-"""The names of a directory checkpoint's files and parts, and which names are refused."""
+"""Builds and validates the names of the files and parts of a directory checkpoint."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def digests_name(rank: int, world_size: int, suffix: str = "") -> str:
 
 
 def with_suffix(name: str, suffix: str) -> str:
-    """Return the name of a file that has a suffix, by the name of one that has none."""
+    """Return a file's name with a suffix inserted before the extension."""
     stem, _, ending = name.rpartition(".")
     return f"{stem}{suffix}.{ending}"
 
 
 def check_part_name(name: str) -> None:
-    """Refuse, with a ``ValueError``, what cannot be the name of a part."""
+    """Raise a ``ValueError`` unless ``name`` can be the name of a part."""
     if _PART.fullmatch(name) is None or name in _RESERVED:
         raise ValueError(
             f"{name!r} cannot be the name of a part: 1 to 100 letters, digits and underscores, but not "
@@ -57,19 +57,19 @@ def check_part_name(name: str) -> None:
 
 
 def check_save_id(save_id: str) -> None:
-    """Refuse, with a ``ValueError``, what cannot be the id of a save."""
+    """Raise a ``ValueError`` unless ``save_id`` can be the id of a save."""
     if _SAVE_ID.fullmatch(save_id) is None:
         raise ValueError(f"{save_id[:80]!r} cannot be the id of a save: 1 to 64 letters, digits and dashes")
 
 
 def check_shard_name(name: str) -> None:
-    """Refuse, with a ``ValueError``, what cannot be the name of a file of ours: above all, a path."""
+    """Raise a ``ValueError`` unless ``name`` can be the name of one of our files; above all, refuse paths."""
     if _SHARD.fullmatch(name) is None:
         raise ValueError(f"{name[:80]!r} is not the name of a file of tensors")
 
 
 def check_extra_name(name: str) -> None:
-    """Refuse, with a ``ValueError``, a path that is absolute or leads out of the checkpoint's directory."""
+    """Raise a ``ValueError`` for a path that is absolute or leads out of the checkpoint's directory."""
     components = name.split("/")
     plain = all(
         component not in {"", ".", ".."} and len(component.encode("utf-8", "surrogatepass")) <= _LONGEST_COMPONENT

@@ -1,4 +1,4 @@
-"""The files of a directory checkpoint: found, of the right size and the right save, and their blocks compared."""
+"""Opens the files of a directory checkpoint: checks their sizes and save ids, and compares blocks with digests."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, CountingReader, FileReader, Storage
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
-# A directory, a file in place of the folder, a pipe or socket, a link that leads to itself.
+# A directory, a file in place of the folder, a pipe or socket, a link to itself.
 _NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ELOOP)
-_MOST_OPEN = 64  # files: the system's limit is for all that a process has open
+_MOST_OPEN = 64  # files: the system limits the number of files that a process has open
 _LARGEST_WHOLE = 2**31  # bytes
-_READ = 4 * 2**20  # bytes read at a time for a digest
+_READ = 4 * 2**20  # bytes per read when the digest of a whole file is computed
 _SAVE_IN_HEADER = re.compile(rb'"save":"([^"]*)"')
 
 
 def describe_file(name: str, reader: FileReader) -> ExtraFile:
-    """Return the record of a file that the caller added into the checkpoint."""
+    """Return the record of a file that a caller adds to the checkpoint."""
     return ExtraFile(name, reader.size, digest_of_parts(file_pieces(reader)))
 
 
 def file_pieces(reader: FileReader) -> Iterator[memoryview]:
-    """Yield the bytes of a file from begin to end, in memory that is used again for the next ones."""
+    """Yield the bytes of a file from begin to end; the memory is reused for the next ones."""
     memory = memoryview(bytearray(min(_READ, reader.size)))
     for begin in range(0, reader.size, _READ):
         piece = memory[: min(_READ, reader.size - begin)]
@@ -45,7 +45,7 @@ def file_pieces(reader: FileReader) -> Iterator[memoryview]:
 
 
 class Files:
-    """The files of a checkpoint, opened when they are needed. ``sizes``: bytes of each that the manifest names."""
+    """The files of a checkpoint, opened on demand; ``sizes`` has the bytes of each file in the manifest, by name."""
 
     def __init__(self, directory: str, storage: Storage) -> None:
         self.sizes: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Files:
         self._lock = threading.Lock()
 
     def use(self, manifest: Manifest) -> None:
-        """Learn which files there are."""
+        """Take the names, sizes and save id of the files from the manifest."""
         self._save_id = manifest.save_id
         for number, rank in enumerate(manifest.ranks):
             self.sizes.update({file.name: file.size for file in rank.files})
@@ -72,7 +72,7 @@ class Files:
         return f"{self._directory}/{name}"
 
     def open(self, name: str) -> FileReader:
-        """Open a file, if there is one."""
+        """Open a file of the checkpoint's directory; raise if there is none."""
         return CountingReader(self._storage.open_inside(self._directory, name), self._count)
 
     def _count(self, nbytes: int) -> None:
@@ -84,8 +84,8 @@ class Files:
 
         Raises:
             CheckpointNotFoundError: There is none.
-            CheckpointFormatError: The directory is a file.
-            CheckpointCorruptedError: Something else has its name.
+            CheckpointFormatError: The checkpoint's path is a file.
+            CheckpointCorruptedError: Something other than a file has the manifest's name.
         """
         try:
             with self.open(MANIFEST_NAME) as reader:
@@ -110,7 +110,7 @@ class Files:
             ) from error
 
     def _open_named(self, name: str) -> FileReader:
-        """Open a file that the manifest names, if it is as large as the manifest says."""
+        """Open a file listed in the manifest; raise if it is missing or has another size."""
         try:
             reader = self.open(name)
         except CheckpointNotFoundError as error:
@@ -128,7 +128,7 @@ class Files:
         return reader
 
     def read_whole(self, file: ExtraFile) -> bytes:
-        """Return the bytes of a file, verified, if they are not too many for the memory."""
+        """Return the verified bytes of a file of at most 2 GiB."""
         if file.size > _LARGEST_WHOLE:
             raise CheckpointError(
                 f"a file of {file.size} bytes is too large to be read into memory",
@@ -151,7 +151,7 @@ class Files:
             raise _corrupted("the bytes of a file differ from those that were saved", self.path_of(file.name))
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Make sure that files are there, whole, and of this save: sizes, headers and their files of digests."""
+        """Check that files are there, complete, and of this save: their sizes, headers and files of digests."""
         if not shards:
             return
         threads = self.threads(shards)
@@ -184,11 +184,11 @@ class Files:
                 self.close()
 
     def threads(self, shards: Sequence[Shard]) -> int:
-        """Return from how many threads files are best read; there must be one."""
+        """Return with how many threads to read files; ``shards`` must not be empty."""
         return self._reader(shards[0].file.name).threads
 
     def passes_cache(self, shard: Shard) -> bool:
-        """Return whether a file is best read as whole pages into page-aligned memory."""
+        """Return whether a file is read faster as whole pages into page-aligned memory (past the page cache)."""
         return self._reader(shard.file.name).passes_cache
 
     def read(self, shard: Shard, offset: int, memory: memoryview) -> None:
@@ -196,7 +196,7 @@ class Files:
         self._reader(shard.file.name).read_into(offset, memory)
 
     def _reader(self, name: str) -> FileReader:
-        """Return a file, opened if it is not."""
+        """Return the open file of this name, opening it if necessary."""
         reader = self._readers.get(name)
         if reader is None:
             opened = self._open_named(name)
@@ -207,7 +207,7 @@ class Files:
         return reader
 
     def compare(self, shard: Shard, block: int, memory: memoryview) -> None:
-        """Compare the bytes of a block with its digest; the error names the file and the tensor."""
+        """Compare the bytes of a block with its digest; an error names the file and the tensor."""
         begin = (shard.first_digest + block) * DIGEST_BYTES
         if digest(memory) == self._digests[shard.rank][begin : begin + DIGEST_BYTES].hex():
             return
@@ -218,7 +218,7 @@ class Files:
         raise _corrupted(f"the bytes of {key!r} differ from those that were saved", path, key)
 
     def close(self) -> None:
-        """Close all files; they are opened again when they are needed."""
+        """Close all files; they are reopened on demand."""
         with self._lock:
             while self._readers:
                 self._readers.popitem()[1].close()

@@ -1,7 +1,7 @@
-"""What killed saves of directory checkpoints have left on an object store.
+"""Deletes the files that killed saves of directory checkpoints have left on an object store.
 
-On a local disk an unfinished directory has a name of its own and a lock. On a store, files stand below the final name,
-and it is the manifest that makes them a checkpoint.
+On a local disk, an unfinished directory has a temporary name and a lock. On a store, its files are already under the
+final name, and become a checkpoint when the manifest is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 24 * 3600.0  # longer than any save takes between two files
 _DIGESTS = re.compile(r"rank-\d{5}-of-\d{5}(-[0-9A-Za-z-]+)?\.digests")
-_METADATA = b'{"__metadata__":'  # with which a header of ours begins, behind its length
+_METADATA = b'{"__metadata__":'  # the beginning of our safetensors headers, after the length
 _LONGEST_METADATA = 512  # bytes
 _LENGTH_BYTES = 8
 
@@ -28,10 +28,11 @@ _LENGTH_BYTES = 8
 def remove_leftovers(
     storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS, dry_run: bool = False
 ) -> list[str]:
-    """Delete the files of directory checkpoints that were never committed and are not written any more; return where.
+    """Delete the files of directory checkpoints that were never committed and are abandoned; return the affected paths.
 
-    Only files that this package has written, by what is in them, in directories without a manifest to which nothing was
-    added for ``silent_seconds``, by the store's dates and our clock. Everything else stays.
+    Deletes only files whose content shows that this package wrote them, in directories that have no manifest and to
+    which no file was added for ``silent_seconds`` (by the store's dates and this machine's clock). With ``dry_run``,
+    deletes nothing. Everything else stays.
     """
     removed = []
     for file in storage.list(directory):
@@ -44,7 +45,7 @@ def remove_leftovers(
         if not _is_abandoned(files, silent_seconds):
             continue
         ours = [file.path for file in files if _is_ours(storage, file)]
-        # Looked at again, because reading took its time.
+        # Checked again, because it may have been committed while the files were read.
         if ours and not is_directory_checkpoint(storage, path):
             for name in [] if dry_run else ours:
                 storage.remove(name)
@@ -53,7 +54,7 @@ def remove_leftovers(
 
 
 def has_digests(files: Sequence[FileInfo]) -> bool:
-    """Return whether some of a directory's files are a checkpoint's, as only this package writes them."""
+    """Return whether a directory has a file of digests, which only this package writes."""
     return any(_DIGESTS.fullmatch(os.path.basename(file.path)) for file in files)
 
 
@@ -64,7 +65,7 @@ def _is_abandoned(files: Sequence[FileInfo], silent_seconds: float) -> bool:
 
 
 def _is_ours(storage: Storage, file: FileInfo) -> bool:
-    """Return whether this package wrote a file for a checkpoint: models, also exported ones, have such names too."""
+    """Return whether this package wrote a file as part of a checkpoint; other model files can have the same names."""
     name = os.path.basename(file.path)
     if _DIGESTS.fullmatch(name):
         return True

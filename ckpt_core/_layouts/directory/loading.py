@@ -1,4 +1,4 @@
-"""Reading a directory checkpoint: what is in it, and the bytes that a rank needs, straight into its tensors."""
+"""Loads directory checkpoints: inspects the manifest, and reads the bytes that a rank needs into its tensors."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
 
 @dataclasses.dataclass(frozen=True)
 class PartInfo:
-    """What is in a part."""
+    """Name, kind and tensors of one part of the state."""
 
     name: str
-    kind: Kind  # who held it
-    # Its tensors by key; of the first rank that has any, where the part is per-rank. Tied ones are under each of their
-    # keys.
+    kind: Kind
+    # By key; for a per-rank part, those of the first rank that saved it. Tied tensors are listed under each key.
     tensors: Mapping[str, TensorInfo]
 
 
 def _is_one_of_many() -> bool:
-    """Whether other processes, maybe of the same machine, are about to load the same."""
+    """Return whether other processes, maybe on the same machine, are about to load the same files."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
@@ -60,7 +59,7 @@ def _whole(key: str, tensor: torch.Tensor) -> LocalTensor:
 
 def _made(info: TensorInfo, where: Placement, strides: tuple[int, ...] | None) -> torch.Tensor:
     made = where(info) if callable(where) else info.empty(where)
-    if strides is None or not made.is_contiguous():  # what a caller has laid out is left as it is
+    if strides is None or not made.is_contiguous():  # a memory layout chosen by the caller is kept
         return made
     with torch.inference_mode(False):
         return made.as_strided(info.shape, strides)
@@ -100,7 +99,7 @@ class DirectoryReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the checkpoint's files that were read so far, all kinds of files together."""
+        """Bytes read so far from the files of the checkpoint, including the manifest."""
         return self._files.bytes_read
 
     @functools.cached_property
@@ -114,21 +113,21 @@ class DirectoryReader:
 
     @property
     def extra_files(self) -> list[str]:
-        """Names of the files that others have added."""
+        """Names of the files that callers have added to the checkpoint."""
         return [file.name for rank in self._manifest.ranks for file in rank.extra_files]
 
     def ranks_with(self, part: str) -> tuple[int, ...]:
-        """Return the ranks that have saved a part of their own under this name."""
+        """Return the ranks that have saved a per-rank part of this name."""
         return tuple(rank for rank, record in enumerate(self._manifest.ranks) if part in record.parts)
 
     def stored_tensors(self, part: str, *, rank: int = 0) -> list[int]:
-        """Return which stored tensor each tensor of a part is, in their order: tied ones are the same."""
+        """Return the index of the stored tensor for each tensor of a part, in order; tied tensors share an index."""
         return [reference.index for reference in self._contents.part(part, rank).references]
 
     def peek(self, part: str, *, rank: int = 0) -> Any:
-        """Return a part of the state without its tensors' bytes: they are on the ``meta`` device.
+        """Return a part of the state with its tensors on the ``meta`` device.
 
-        Nothing is read: the manifest says all of it. The values of NumPy arrays are undefined.
+        Reads no file: the manifest, which is already in memory, has everything. Values of NumPy arrays are undefined.
         """
         contents = self._contents.part(part, rank)
         references = iter(contents.references)
@@ -142,7 +141,7 @@ class DirectoryReader:
 
     @property
     def bytes_of_parts(self) -> Mapping[str, int]:
-        """Bytes of the files of each part, of all ranks together; parts that each rank has of its own are one."""
+        """Size of the files of each part in bytes, summed over all ranks; all per-rank parts are one entry."""
         found: dict[str, int] = {}
         for rank in self._manifest.ranks:
             for file in rank.files:
@@ -160,23 +159,23 @@ class DirectoryReader:
         map_location: Placement = None,
         strict: bool = True,
     ) -> Any:
-        """Return a part of the state.
+        """Load one part of the state.
 
-        Every byte that is used is compared with its digest. A checkpoint that does not fit, that is of another version,
-        or that lacks a file or has a wrong one is refused before anything is changed. Damage inside a tensor is found
-        when its bytes arrive: the error names the file and the tensor, and what was loaded until then has been changed
-        in ``into``.
+        Every byte that is used is compared with its digest. A checkpoint that does not fit, has another version, or
+        has a missing or wrong file is refused before anything is changed. Damage inside a tensor is detected when its
+        bytes are read: the error names the file and the tensor, and ``into`` may then be partly overwritten.
 
         Args:
-            part: Its name.
-            into: A state with the same tensors, which are filled in place, whatever pieces of them are here; its other
-                values are not looked at. None: new tensors, whole; tied ones are one tensor again.
-            local: Returns what of a tensor is on this rank. None: all of it, and only plain tensors are taken.
-            rank: Whose part, if it is per-rank.
-            map_location: Device of new tensors, or what makes one without values; the CPU by default.
-            strict: Whether tensors that only one of the two has are an error. If not, those that are not in the
-                checkpoint stay as they are, and those that are only there are returned without values, on the ``meta``
-                device.
+            part: Name of the part.
+            into: A state with the same tensors, which are filled in place, whatever pieces of them this rank holds; its
+                other values are ignored. None: make new, whole tensors; tied ones become one tensor again.
+            local: Function that returns which pieces of a tensor are on this rank. None: the whole tensor, and only
+                plain tensors are accepted.
+            rank: The rank whose part to load, if the part is per-rank.
+            map_location: Device of new tensors, or a function that makes an empty one; the CPU by default.
+            strict: Whether a tensor that is only in the checkpoint, or only in ``into``, is an error. If not, tensors
+                missing from the checkpoint stay as they are, and those missing from ``into`` are returned without
+                values, on the ``meta`` device.
 
         Returns:
             The state: the tensors of ``into``, and everything else as it was saved.
@@ -184,7 +183,7 @@ class DirectoryReader:
         Raises:
             CheckpointNotFoundError: The checkpoint has no such part.
             StateMismatchError: ``into`` has other keys, shapes or types; or that rank did not save the part.
-            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs.
+            CheckpointCorruptedError: A file is missing, truncated, or from another save, or a byte differs.
             UnsafeCheckpointError: Rebuilding an object that is not plain data would run code.
         """
         contents = self._contents.part(part, rank)
@@ -229,7 +228,7 @@ class DirectoryReader:
                 raise
 
     def _chunks_of(self, contents: PartContents, boxes: Sequence[tuple[int, Box]]) -> list[list[Placed]]:
-        """Return the chunks that each box of a tensor needs; all of their files are there, whole and of this save."""
+        """Return the chunks needed for each box of a tensor, after checking their files: sizes, headers, save ids."""
         for index in {index for index, _ in boxes}:
             if not contents.table.is_whole(contents.first + index):
                 self._contents.check_tensor(contents, index)
@@ -240,7 +239,7 @@ class DirectoryReader:
         return chunks
 
     def _fill(self, targets: Iterable[tuple[torch.Tensor, Box, Sequence[Placed]]], shared: Container[str]) -> None:
-        """Read what targets need; files that are ``shared`` with other processes come through the page cache."""
+        """Read what the targets need; files that other processes read, too (``shared``), go through the page cache."""
         shards: dict[str, Shard] = {}
         reads: dict[str, list[Read]] = {}
         filled = []
@@ -272,7 +271,7 @@ class DirectoryReader:
                 run_parallel(work, jobs, threads=min(self._files.threads(batch), len(jobs)))
 
     def read_file(self, name: str) -> bytes:
-        """Return the bytes of a file that the caller added into the checkpoint, verified."""
+        """Return the verified bytes of a file that a caller added to the checkpoint."""
         for rank in self._manifest.ranks:
             for file in rank.extra_files:
                 if file.name == name:
@@ -280,7 +279,7 @@ class DirectoryReader:
         raise CheckpointNotFoundError(f"the checkpoint holds no added file {name!r}", path=self.path)
 
     def verify(self) -> None:
-        """Compare every byte with its digest, and check that every element of every tensor is there once."""
+        """Compare every byte with its digest, and check that every element of every tensor is stored exactly once."""
         shards = self._contents.check()
         extra = [file for rank in self._manifest.ranks for file in rank.extra_files]
         run_parallel(self._files.verify_whole, extra)

@@ -1,7 +1,7 @@
-"""``manifest.json``: the commit record of a directory checkpoint.
+"""Reads and writes ``manifest.json``, the commit record of a directory checkpoint.
 
-It is written from the ranks' reports, texts that are joined without being parsed, and read with every number checked: a
-manifest may come from anywhere. Its last line holds the digest of all lines before.
+It is written from the ranks' reports, which are joined as text without being parsed. When it is read, every number is
+validated, because a manifest may come from an untrusted source. Its last line holds the digest of all lines before.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 
 @dataclasses.dataclass(frozen=True)
 class ExtraFile:
-    """A file of the checkpoint that the caller added: kept as it is, its digest with it."""
+    """A file that the caller added to the checkpoint, stored unchanged, with its digest."""
 
     name: str  # relative to the checkpoint's directory, with / between folders
     size: int  # length in bytes
-    digest: str  # of all of its bytes
+    digest: str  # digest of all bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +59,23 @@ class PartRecord:
     """A part of the state, without its tensors' values."""
 
     skeleton: Json  # its structure, for decode_plain
-    tensors: tuple[TensorInfo, ...]  # what the skeleton's references refer to
-    forms: Mapping[int, Form] = dataclasses.field(default_factory=dict)  # of those that have an unusual one
+    tensors: tuple[TensorInfo, ...]  # the tensors that the skeleton refers to
+    forms: Mapping[int, Form] = dataclasses.field(default_factory=dict)  # unusual forms, by number of the tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardFile:
-    """A safetensors file."""
+    """A safetensors file of the checkpoint."""
 
     name: str  # its name in the checkpoint's directory
-    part: str | None  # the part it is of; None for the file with all per-rank parts of a rank
-    header_size: int  # where its first tensor begins
+    part: str | None  # the part that it belongs to; None for the file with all per-rank parts of a rank
+    header_size: int  # offset of its first tensor
     size: int  # length in bytes
     blocks: int  # number of its blocks, each of which has a digest
-    # Of its tensors in file order, not checked yet: their numbers, their offsets, their shapes; each a flat list. None:
-    # all tensors, whole.
+    # The chunks in file order, not validated yet: numbers, offsets and shapes of their tensors, each as a flat list.
+    # None: all tensors of the part, whole.
     chunks: list[Any] | None
-    save_id: str | None = None  # which earlier save wrote it; None: that of the manifest
+    save_id: str | None = None  # the earlier save that wrote the file; None: the save of the manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,27 +85,27 @@ class RankRecord:
     files: tuple[ShardFile, ...]  # its safetensors files
     digests: ExtraFile | None  # the file with the digests of their blocks; None if there are none
     parts: Mapping[str, PartRecord]  # its per-rank parts
-    extra_files: tuple[ExtraFile, ...]  # others' files
+    extra_files: tuple[ExtraFile, ...]  # files that the caller added
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """A manifest that was checked."""
+    """A decoded and validated manifest."""
 
-    save_id: str  # which save wrote it
-    metadata: dict[str, Any]  # what the caller added
+    save_id: str  # the save that wrote it
+    metadata: dict[str, Any]  # the caller's metadata
     kinds: Mapping[str, Kind]  # kind of each part
     parts: Mapping[str, PartRecord]  # the replicated and sharded parts
     ranks: tuple[RankRecord, ...]  # what each rank wrote
-    stamp: Stamp = NO_STAMP  # what it says of its own age
+    stamp: Stamp = NO_STAMP  # commit time and training step
 
     @classmethod
     def decode(cls, data: bytes, *, path: str) -> Manifest:
-        """Read a manifest.
+        """Decode and validate a manifest.
 
         Raises:
-            CheckpointFormatError: It is another program's, or of a newer version of ckpt_core or torch.
-            CheckpointCorruptedError: A byte differs from what was saved, or the content makes no sense.
+            CheckpointFormatError: Another program wrote it, or a newer version of ckpt_core or torch.
+            CheckpointCorruptedError: A byte differs from what was saved, or the content is invalid.
         """
         _check_bytes(data, path)
         try:
@@ -120,7 +120,7 @@ class Manifest:
 
 
 def encode_part(record: PartRecord) -> dict[str, Json]:
-    """Return a part for :func:`json.dumps`."""
+    """Return a part as a value for :func:`json.dumps`."""
     types = list(dict.fromkeys(record.tensors))
     number_of = {info: number for number, info in enumerate(types)}
     return {
@@ -142,7 +142,7 @@ def encode_manifest(
 ) -> bytes:
     """Return the bytes of a manifest.
 
-    ``parts`` is the JSON text of the replicated and sharded parts, ``ranks`` that of each rank's record, on one line.
+    ``parts`` is the JSON text of the replicated and sharded parts; ``ranks`` has each rank's record, as a line of JSON.
     """
     head = json.dumps(
         {
@@ -162,13 +162,13 @@ def encode_manifest(
 
 
 def read_stamp(data: bytes, *, path: str) -> Stamp:
-    """Return what a manifest says of its own age, after its digest was compared, without parsing it."""
+    """Return the commit time and step in a manifest, after comparing its digest, without parsing all of it."""
     _check_bytes(data, path)
     return Stamp.read(data)
 
 
 def is_other_programs(file: FileReader) -> bool:
-    """Return whether a file of a manifest's name has nothing that one of this package has, of whichever version."""
+    """Return whether a file named like a manifest was written by another program than (any version of) this package."""
     begin, end = (
         file.read(0, min(_BEGINNING_SIZE, file.size)),
         file.read(max(0, file.size - _LAST_LINE_SIZE), file.size),
@@ -177,7 +177,7 @@ def is_other_programs(file: FileReader) -> bool:
 
 
 def _check_bytes(data: bytes, path: str) -> None:
-    if not data:  # as a copy leaves it on a full disk
+    if not data:  # left by a copy to a full disk, for example
         raise CheckpointCorruptedError("the checkpoint's manifest is empty", path=path, remedy=_REMEDY)
     found = _BEGINNING.match(data)
     end = _LAST_LINE.fullmatch(data[-_LAST_LINE_SIZE:])

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes into which tensor of the state that is restored; refuses what does not fit."""
+"""Matches the tensors of a checkpoint with those of the state to restore, and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ LocalView = Callable[[str, torch.Tensor], LocalTensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """A place in the structure of a part where a tensor stands."""
+    """A place in the structure of a part that holds a tensor."""
 
     where: KeyPath  # the keys that lead there
-    key: str  # the same as text
+    key: str  # the same path as text
     index: int  # the tensor's number
-    is_array: bool  # whether it is the memory of a NumPy array
+    is_array: bool  # whether the tensor is the memory of a NumPy array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """A tensor of the checkpoint and what it goes into."""
+    """A tensor of the checkpoint, and the tensor that it is loaded into."""
 
     key: str  # its name
     index: int  # its number in the checkpoint's part
-    target: torch.Tensor | None  # what it goes into; None where a new one is to be made
+    target: torch.Tensor | None  # the tensor to fill; None if a new one has to be made
 
 
 def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries and sequences of ``tree``, in order."""
+    """Yield ``(path, leaf)`` for every leaf of type ``kind`` in the dictionaries and sequences of ``tree``."""
     if isinstance(tree, kind):
         yield (), tree
     elif isinstance(tree, Mapping):
@@ -67,9 +67,9 @@ def key_of(path: KeyPath) -> str:
 def match(
     saved: Sequence[Reference], infos: Sequence[TensorInfo], into: Any, *, strict: bool, part: str, path: str
 ) -> list[Match]:
-    """Return what each reference of a checkpoint's part goes into.
+    """Return the target of each reference in a checkpoint's part.
 
-    With ``strict``, tensors that only one side has are a ``StateMismatchError``, which names the first keys.
+    With ``strict``, raises a ``StateMismatchError`` with the first keys if a tensor is only on one side.
     """
     targets = dict(tensor_paths(into, torch.Tensor))
     empty = [key_of(where) for where, target in targets.items() if _has_no_memory(target)]
@@ -92,7 +92,7 @@ def match(
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:
-    # The property itself raises on a ShardedTensor of which nothing is on this rank.
+    # is_meta raises for a ShardedTensor that has nothing on this rank.
     return type(tensor).__name__ != "ShardedTensor" and tensor.is_meta
 
 
@@ -115,7 +115,7 @@ def _refuse_different_keys(wanted: set[KeyPath], targets: Mapping[KeyPath, Any],
 
 
 def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalTensor]], *, part: str, path: str) -> None:
-    """Refuse tensors of another shape or type than the checkpoint's: ``(name, the checkpoint's, the target)``."""
+    """Raise if a target's shape or dtype differs; ``fits`` are ``(name, the checkpoint's tensor, the target)``."""
     wrong = [
         (key, f"{key} is {_text(info)} in the checkpoint and {_text(local)} in the state")
         for key, info, local in fits
@@ -148,7 +148,7 @@ def _text(tensor: TensorInfo | LocalTensor) -> str:
 
 
 def unique_targets(matches: Sequence[Match]) -> list[Match]:
-    """Return the matches that have a target, each target once: where tied tensors get two, the last one wins."""
+    """Return the matches that have a target, each target once; if tied targets have two matches, the last one wins."""
     found: dict[Hashable, Match] = {}
     for entry in matches:
         if entry.target is not None and not _has_no_memory(entry.target):

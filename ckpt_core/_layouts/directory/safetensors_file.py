@@ -1,8 +1,8 @@
-"""A safetensors file in the making: where every tensor goes, blocks and their digests, and the bytes to write.
+"""Writes safetensors files: lays out the tensors, computes a digest for each block, and produces the bytes.
 
-The header's padding lets the tensors begin at a multiple of 4096, and those whose size is not a multiple of 64 come
-last, so that nearly every tensor begins at one: a copy between addresses that differ below that takes half as long
-again.
+The header is padded so that the first tensor begins at a multiple of 4096. Tensors whose size is not a multiple of 64
+come last, so that nearly every tensor begins at such a multiple: copies between addresses that are not equal modulo 64
+take 1.5 times as long.
 
 A block is the unit in which bytes are verified, and so read. The header is one block. A tensor is cut, from its own
 beginning, into about 64 blocks, so that reading a part of it costs little more than the part. Neighbouring tensors that
@@ -45,7 +45,7 @@ DIGEST_BYTES = 8
 LONGEST_SAVE_ID = 64
 _BLOCKS_OF_A_TENSOR = 64
 _CACHE_LINE = 64  # bytes
-_PLACEHOLDER = "@" * LONGEST_SAVE_ID  # becomes the save's id, without changing the length
+_PLACEHOLDER = "@" * LONGEST_SAVE_ID  # replaced by the save's id, without changing the header's length
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -57,7 +57,7 @@ def block_size(nbytes: int) -> int:
 
 
 def block_begins(header_size: int, sizes: Iterable[int]) -> IntArray:
-    """Return where the blocks of a file begin, and the file's size as the last number."""
+    """Return the offsets of the blocks of a file, and the file's size as the last number."""
     begins = [0]
     position = header_size
     room = 0  # bytes that still fit into the block that small tensors share
@@ -76,10 +76,10 @@ def block_begins(header_size: int, sizes: Iterable[int]) -> IntArray:
 
 
 def file_order(tensors: Sequence[TensorInfo]) -> list[int]:
-    """Return the indices of tensors in the order in which they stand in a file.
+    """Return the indices of tensors in the order in which they are stored in a file.
 
-    First come those that fill whole cache lines, as they are given, then the others by falling size of their elements.
-    So every element is aligned, and every tensor of the first ones to a cache line.
+    Tensors that fill whole cache lines come first, in the given order, then the others by descending itemsize. So
+    every element is aligned, and every tensor of the first group is aligned to a cache line.
     """
 
     def place(index: int) -> int:
@@ -91,11 +91,11 @@ def file_order(tensors: Sequence[TensorInfo]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class FileLayout:
-    """Where everything is in a file."""
+    """The offsets of the tensors and blocks in a file, and its header."""
 
     begins: tuple[int, ...]  # offset of each tensor, in file order
     sizes: tuple[int, ...]  # bytes of each tensor
-    blocks: IntArray  # where the blocks begin, and the file's size
+    blocks: IntArray  # offsets of the blocks, and the file's size
     header_size: int  # bytes before the first tensor
     size: int  # bytes of the file
     _header: bytes
@@ -108,8 +108,8 @@ class FileLayout:
 
 @functools.lru_cache(maxsize=32)
 def file_layout(tensors: tuple[tuple[str, TensorInfo], ...], metadata: tuple[tuple[str, str], ...]) -> FileLayout:
-    """Lay out a file: unique names, types and shapes, in file order, and what its header says besides the save's id."""
-    # "pt" is what transformers looks for.
+    """Lay out a file; ``tensors`` have unique names and are in file order, ``metadata`` is added to the header."""
+    # transformers requires the format "pt".
     text = header_text(tensors, {"format": "pt", **dict(metadata), "save": _PLACEHOLDER})
     sizes = tuple([info.nbytes for _, info in tensors])
     first = header_size(text, ALIGNMENT)
@@ -124,11 +124,11 @@ def file_layout(tensors: tuple[tuple[str, TensorInfo], ...], metadata: tuple[tup
 
 
 class SafetensorsImage:
-    """The bytes of a safetensors file, either staged in a buffer of ours or still in the live tensors.
+    """The bytes of a safetensors file, either staged in a buffer or still in the live tensors.
 
-    ``staged`` holds the header and the tensors from ``base`` (a multiple of 4096) on, or is being filled with them:
-    ``wait_staged`` returns when it is up to an offset. ``digests`` has that of each block of the file; empty until its
-    bytes were taken.
+    ``staged`` holds the header and the tensors from ``base`` (a multiple of 4096) on, or is still being filled with
+    them: ``wait_staged(offset)`` returns when it is filled up to an offset. ``digests`` has the digest of each block,
+    or ``b""`` until the bytes of the block were taken.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SafetensorsImage:
                 scratch.close()
 
     def forget_sources(self) -> None:
-        """Take the rest of the live tensors, and let go of them."""
+        """Copy the tail from the live tensors, and release them."""
         self._tail = self.tail()
         self._sources = ()
 
@@ -198,7 +198,7 @@ class SafetensorsImage:
             return self._staged.memory[self._base + first : self._base + last]
         if first >= begin:
             return memory[first - begin : last - begin]
-        # It began in the window before, which another thread may have written already.
+        # The block began in the previous window, whose memory another thread may have reused already.
         block = torch.empty(last - first, dtype=torch.uint8)
         self._assemble(first, last, block)
         view: memoryview = block.numpy().data
@@ -222,11 +222,11 @@ class SafetensorsImage:
 
 
 def copy_now(source: torch.Tensor, begin: int, end: int, target: torch.Tensor, at: int) -> bool:
-    """Copy bytes of a tensor to offset ``at`` of ``target``; False if they are not one piece of host memory.
+    """Copy bytes of a tensor to offset ``at`` of ``target``; return False if they are not one piece of host memory.
 
-    Not by torch, which takes five times as long for a small tensor, and whose own threads would compete with ours.
+    Does not use torch, which takes five times as long for a small tensor, and whose threads would compete with ours.
     """
-    if not (source.is_cpu and is_memory(source) and source.data_ptr()):  # torch says what it thinks of freed memory
+    if not (source.is_cpu and is_memory(source) and source.data_ptr()):  # torch raises its own error for freed memory
         return False
     ctypes.memmove(target.data_ptr() + at, source.data_ptr() + begin, end - begin)
     return True
@@ -235,10 +235,10 @@ def copy_now(source: torch.Tensor, begin: int, end: int, target: torch.Tensor, a
 def byte_pieces(
     source: torch.Tensor, begin: int, end: int, target: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield which parts of ``target`` to copy from which parts of a tensor, so that its bytes come in row-major order.
+    """Yield pairs ``(part of target, part of source)`` to copy, so that the source's bytes are in row-major order.
 
-    ``begin`` is the first byte of an element; ``target`` is ``uint8``, ``end - begin`` long, and aligned for the
-    elements.
+    ``begin`` must be the first byte of an element. ``target`` is ``uint8``, ``end - begin`` long, and aligned for the
+    elements of ``source``.
     """
     bits = bits_of(source)
     memory = bytes_in(bits)
@@ -253,7 +253,7 @@ def byte_pieces(
 
 
 def _rows(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield ``(position, view)``: the elements ``begin`` to ``end`` of a tensor, as few rectangular views as can be."""
+    """Yield elements ``begin`` to ``end`` of a tensor as few rectangular views, each as ``(position, view)``."""
     if tensor.ndim == 0:
         yield begin, tensor
         return
@@ -277,7 +277,7 @@ def _rows_of(tensor: torch.Tensor, index: int, begin: int, end: int, row: int) -
 
 
 class DigestsImage:
-    """The file with the digests of the blocks of a rank's files, which must have been written before."""
+    """The file with the digests of the blocks of a rank's files, all of which must have been written before."""
 
     is_staged = True
     region_size = 0
@@ -287,11 +287,11 @@ class DigestsImage:
         self.approximate_size = sum(len(image.digests) for image in images) * DIGEST_BYTES
 
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
-        """Never called: there is no window below ``region_size``."""
+        """Raise: this is never called, because ``region_size`` is 0 and there are no windows."""
         raise IndexError(begin)
 
     def forget_sources(self) -> None:
-        """There are none."""
+        """Do nothing: there are no live tensors."""
 
     def tail(self) -> bytes:
         data = b"".join(digest for image in self._images for digest in image.digests)

@@ -1,12 +1,12 @@
-"""Nested state as JSON and a list of tensors, and back with the exact types. What is plain data is never pickled.
+"""Encodes a nested state as JSON and a list of tensors, and decodes it with the exact types; never pickles plain data.
 
-A tensor is the string ``"$<index>"``; a string that itself begins with ``$`` has another ``$`` before it. What JSON has
-no word for is an object with one key, the tag: ``{"$tuple": [...]}``. A dictionary is a JSON object where its keys are
-strings that do not begin with ``$``, and a ``$dict`` of pairs where they are not. Other objects, where the caller takes
-them, are archives of ``torch.save`` as text, which only a reader that was asked to turns into objects again.
+A tensor is the string ``"$<index>"``; a string that begins with ``$`` gets another ``$`` before it. A type that JSON
+lacks is an object with one key, the tag: ``{"$tuple": [...]}``. A dictionary is a JSON object if its keys are strings
+that do not begin with ``$``, and otherwise a ``$dict`` of pairs. Other objects, if the caller accepts them, are
+archives of ``torch.save`` as text; they are turned into objects again only if the reader asks for that.
 
-Tensors are tied if they are the same part of the same memory, so that one copy of the bytes is enough. torch's private
-``UntypedStorage._cdata`` says that: the identity of a storage, which also storages without bytes have.
+Tensors are tied if they are the same part of the same memory, so that their bytes are stored once. torch's private
+``UntypedStorage._cdata`` identifies a storage, including storages without bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ckpt_core.weights_only import reason_of, refused_in
 Json = Any  # what json.dumps takes and json.loads returns
 
 _MAXIMUM_DEPTH = 200
-_LARGEST_INTEGER = 2**63  # other programs' JSON readers need not go further
-_NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # as NumPy writes them itself
-_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of surrogates: JSON's readers make one character of it
-_MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that were not chosen for it share theirs with ten at most
-_MOST_DIGITS = 16  # of the number of a tensor
-_LARGEST_OBJECT = 64 * 2**20  # bytes: it is text in the manifest
+_LARGEST_INTEGER = 2**63  # JSON readers of other programs need not support larger ones
+_NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # in the notation of NumPy's dtype.str
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # a surrogate pair, which JSON readers turn into one character
+_MOST_OF_ONE_HASH = 100  # keys: 64-bit numbers not chosen to collide share a hash with ten others at most
+_MOST_DIGITS = 16  # digits in the number of a tensor
+_LARGEST_OBJECT = 64 * 2**20  # bytes: limited because it becomes text in the manifest
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "None": None,
@@ -55,7 +55,7 @@ _REMEDY = (
 
 
 class Form(NamedTuple):
-    """What a tensor is besides its type, shape and elements."""
+    """The properties of a tensor other than its dtype, shape and elements."""
 
     strides: tuple[int, ...] | None = None  # in elements; None: row-major
     is_parameter: bool = False
@@ -63,22 +63,22 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        """Return that of a tensor; of a kind that is not plain, or has a history, nothing is known."""
+        """Return the form of a tensor: the usual one for subclasses and layouts other than strided."""
         kind = type(tensor)
         if kind not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
             return USUAL
         shape, strides = tensor.shape, None
-        if not tensor.is_contiguous() or 1 in shape:  # to torch, the stride of one element is of no matter
+        if not tensor.is_contiguous() or 1 in shape:  # is_contiguous ignores the stride of a dimension of size 1
             strides = tensor.stride()
             if strides == strides_of(shape) or not fills_memory(shape, strides):
                 strides = None
         if strides is None and kind is torch.Tensor and not tensor.requires_grad:
-            return USUAL  # there may be many thousands
+            return USUAL  # one shared object, because a state may have many thousands of tensors
         return cls(strides, kind is torch.nn.Parameter, tensor.requires_grad and tensor.is_leaf)
 
     def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, whose strides are right, as a parameter or with a gradient where it was so."""
-        if tensor.is_inference():  # made by a caller, and never trained
+        """Return a tensor that has the right strides as a parameter or with ``requires_grad``, as it was saved."""
+        if tensor.is_inference():  # made by the caller, and never trained
             return tensor
         with torch.inference_mode(False):
             if self.is_parameter:
@@ -87,7 +87,7 @@ class Form(NamedTuple):
 
 
 def fills_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements with these strides are in memory without holes, each in a place of its own."""
+    """Return whether elements with these strides fill memory without holes and without overlaps."""
     size = 1
     for stride, extent in sorted(zip(strides, shape, strict=True)):
         if extent != 1 and stride != size:
@@ -104,13 +104,13 @@ def encode_plain(
     any_tensor: bool = False,
     forms: dict[int, Form] | None = None,
 ) -> tuple[Json, list[tuple[str, torch.Tensor]]]:
-    """Take a state apart: the structure, in which tensors are references, and the tensors by unique names.
+    """Split a state into its structure, in which tensors are references, and the tensors by unique names.
 
-    These are their paths below ``tree``. Tensors that are the same part of the same memory (tied weights) are in it
-    once, under the first name. With ``objects``, there may be some that are not plain data, and it is filled with the
-    types of those that the default way of reading refuses, by key; ``any_tensor`` says that tensors that are more than
-    their elements (sparse, quantized, nested) are such, and not refused later. ``forms`` is filled with those of the
-    tensors that have an unusual one, by number.
+    Names are the paths of tensors below ``tree``. Tensors that are the same part of the same memory (tied weights) are
+    listed once, under the first name. With ``objects``, objects other than plain data are accepted, and ``objects`` is
+    filled with the types of those that torch's default loading refuses, by key; with ``any_tensor``, sparse, quantized
+    and nested tensors are saved as such objects instead of being refused later. ``forms`` is filled with the unusual
+    forms of tensors, by number.
 
     Examples:
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
@@ -196,13 +196,13 @@ class _Encoder:
             index = self._indices[identity] = len(self.tensors)
             self.tensors[self._unique(name)] = tensor
         elif self._forms is not None and self._forms.get(index, USUAL) != form:
-            form = Form(form.strides)  # a parameter, and the same detached: they become one
+            form = Form(form.strides)  # a parameter and the same tensor detached: they are loaded as one plain tensor
         if self._forms is not None and form is not USUAL:
             self._forms[index] = form
         return f"${index}"
 
     def _unique(self, name: str) -> str:
-        # A key may contain a dot, and __metadata__ has a meaning of its own in a safetensors file.
+        # A key may contain a dot, so paths may collide; __metadata__ is reserved in a safetensors file.
         name = name or "tensor"
         while name in self.tensors or name == "__metadata__":
             name += "~"
@@ -247,7 +247,7 @@ class _Encoder:
             self._refuse(f"{most} keys of one dictionary or set have the same hash", name, "use other keys")
         encoded = [self._hashable(key, name) for key in keys]
         texts = [json.dumps(key) for key in encoded if isinstance(key, dict)]
-        if len(set(texts)) < len(texts):  # nan and nan
+        if len(set(texts)) < len(texts):  # such as two keys that are both nan
             self._refuse("two keys of one dictionary or set cannot be told apart", name, "use other keys")
         return encoded
 
@@ -275,12 +275,12 @@ def _is_same_in_json(text: str) -> bool:
 def _is_more_than_elements(tensor: torch.Tensor) -> bool:
     try:
         return tensor.layout is not torch.strided or tensor.dtype in QUANTIZED_TYPES or tensor.is_nested
-    except RuntimeError:  # a ShardedTensor of FSDP, which has none of these attributes
+    except RuntimeError:  # raised by FSDP's ShardedTensor, which has none of these attributes
         return False
 
 
 def _never_loads(node: Any) -> str | None:
-    """Return what ``torch.save`` has written of an object although ``torch.load`` cannot read it; None if nothing."""
+    """Return why ``torch.load`` can never read what ``torch.save`` wrote for an object; None if it can."""
     table = StorageTable()
     try:
         pickle_state(node, table)
@@ -300,7 +300,7 @@ def _path_text(value: pathlib.PurePath) -> Json:
 
 
 def _moment(tag: str, value: datetime.datetime | datetime.time) -> Json:
-    # a time zone with rules of its own has no name that any machine knows
+    # a time zone with rules (not a fixed offset) has no name that every machine knows
     fixed = value.tzinfo is None or type(value.tzinfo) is datetime.timezone
     return {tag: value.isoformat()} if fixed and not value.fold else None
 
@@ -317,7 +317,7 @@ _CONTAINERS: dict[type, str] = {
     set: "$set",
     frozenset: "$frozenset",
 }
-_PATHS: dict[type, type[pathlib.PurePath]] = {  # a path of the other system comes back as one of this machine's
+_PATHS: dict[type, type[pathlib.PurePath]] = {  # a concrete path is loaded as one of the machine that loads it
     pathlib.PurePosixPath: pathlib.PurePosixPath,
     pathlib.PureWindowsPath: pathlib.PureWindowsPath,
     pathlib.PosixPath: pathlib.Path,
@@ -344,9 +344,9 @@ def _number(value: float) -> Json:
 
 
 class Unresolved:
-    """Stands for a tensor in a structure whose tensors are not there yet.
+    """Placeholder for a tensor in a decoded structure whose tensors are not loaded yet.
 
-    ``nbytes`` is the size of the NumPy array whose memory it is; None if it is a tensor.
+    ``nbytes`` is the size of the NumPy array if the tensor is the memory of one; otherwise None.
     """
 
     __slots__ = ("index", "nbytes")
@@ -357,7 +357,7 @@ class Unresolved:
 
 
 class Opaque:
-    """Stands for an object that is not plain data, and that was not rebuilt."""
+    """Placeholder for an object that is not plain data and was not rebuilt."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -373,11 +373,11 @@ def decode_plain(
     rebuilds: bool = False,
     weights_only: bool | None = None,
 ) -> Any:
-    """Put a state together again, from a valid ``skeleton`` (or a ``ValueError``).
+    """Rebuild a state from its ``skeleton``; raise a ``ValueError`` if that is invalid.
 
-    ``tensors`` may be a function that returns the one of an index; it is called for every reference, in order. Unless
-    objects that are not plain data are to be rebuilt (by ``torch.load``, as ``weights_only`` says), there is an
-    :class:`Opaque` for each.
+    ``tensors`` may be a function that returns the tensor of an index; it is called for every reference, in order. With
+    ``rebuilds``, objects that are not plain data are loaded by ``torch.load`` with ``weights_only``; without, each is
+    replaced by an :class:`Opaque`.
     """
     resolve = tensors if callable(tensors) else tensors.__getitem__
     make = (lambda kind, data: _rebuilt(kind, data, weights_only is not False)) if rebuilds else _opaque
@@ -385,7 +385,7 @@ def decode_plain(
 
 
 def decode_structure(skeleton: Json) -> tuple[Any, list[Unresolved]]:
-    """Return the state with an :class:`Unresolved` for each reference to a tensor, and all of them in their order."""
+    """Return the state with an :class:`Unresolved` for each reference to a tensor, and a list of these, in order."""
     references: list[Unresolved] = []
 
     def resolve(index: int) -> Unresolved:
@@ -422,7 +422,7 @@ def _rebuilt(kind: str, archive: bytes, weights_only: bool) -> Any:
 
 
 def _array(dtype: np.dtype[Any], shape: list[int], data: Any) -> np.ndarray[Any, Any]:
-    # Not a view: there is none of elements without bytes.
+    # Not view(dtype), which does not work for elements of zero bytes.
     if math.prod(shape) * dtype.itemsize != data.nbytes:
         raise ValueError(f"an array of {dtype}{shape} does not have {data.nbytes} bytes")
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data.numpy())
@@ -432,8 +432,8 @@ def _array(dtype: np.dtype[Any], shape: list[int], data: Any) -> np.ndarray[Any,
 def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
     if len(data) < dtype.itemsize:
         raise ValueError(f"a {dtype} has more than {len(data)} bytes")
-    data = data[: dtype.itemsize]  # NumPy writes a zero for an empty text
-    # In an array, zeros at the end of a text are padding to NumPy.
+    data = data[: dtype.itemsize]  # NumPy's tobytes() gives a zero for an empty string
+    # Not through an array, where NumPy strips zeros at the end of a string as padding.
     if dtype.kind == "S":
         return np.bytes_(data)
     if dtype.kind == "U":
@@ -520,14 +520,14 @@ class _Decoder:
 
 
 def _check_hashes(keys: Sequence[Any]) -> None:
-    """Refuse keys that were chosen to be looked for one after the other: the time would grow with their square."""
+    """Raise for keys chosen to have the same hash: the time to build the dictionary would grow quadratically."""
     most = _most_of_one_hash(keys)
     if most > _MOST_OF_ONE_HASH:
         raise ValueError(f"{most} keys of one dictionary or set have the same hash")
 
 
 def _most_of_one_hash(keys: Collection[Any]) -> int:
-    """Return how many keys have the same hash, at most; 0 where there are only a few."""
+    """Return the largest number of keys that share a hash; 0 if there are only a few keys."""
     if len(keys) <= _MOST_OF_ONE_HASH:
         return 0
     return max(collections.Counter(map(hash, keys)).values())
@@ -597,20 +597,20 @@ def _numpy_type(text: Any) -> np.dtype[Any]:
 # ---- tied tensors ----------------------------------------------------------------------------------------------------
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-#: That of most tensors.
+#: The form of most tensors.
 USUAL = Form()
 
 
 def identity_of(tensor: torch.Tensor) -> Hashable:
-    """Return a value that two tensors share only if they are tied.
+    """Return a value that is equal for two tensors only if they are tied.
 
-    All ranks come to the same conclusion about tensors of which they hold different pieces, or none: what decides is
-    never an address. Of kinds of tensors that are not known here, only the very same object is tied to itself.
+    Does not depend on the address of the data, so that all ranks agree about tensors of which they hold different
+    pieces, or none. A tensor of an unknown type is tied only to itself (the same object).
     """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
         try:
             return _memory(tensor)
-        except NotImplementedError:  # of torch.func: it has no memory
+        except NotImplementedError:  # a tensor of torch.func, which has no memory
             return id(tensor)
     placements = getattr(tensor, "placements", None)
     if placements is None:

@@ -1,4 +1,4 @@
-"""What a rank writes: its files, its report, and the manifest that all reports together become."""
+"""Lays out the files that a rank writes in a directory save, reports them, and builds the manifest from all reports."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME
 
-_NOT_TENSORS = frozenset({"__metadata__"})  # names in a header of safetensors
-_SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
+_NOT_TENSORS = frozenset({"__metadata__"})  # reserved names in a safetensors header
+_SMALL = 16 * 2**10  # bytes: handing less to another thread takes longer than copying it
 _REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"
 
 
@@ -55,26 +55,26 @@ class PartContent:
     """A part of the state, ready to be written."""
 
     name: str  # letters, digits and underscores; beginning of the file's name
-    kind: Kind  # who holds it
+    kind: Kind
     skeleton: Json  # its structure, from encode_plain
-    # All of its tensors, in the order of encode_plain, the same on all ranks (but for a per-rank part).
+    # All of its tensors, in the order of encode_plain; the same on all ranks, except for a per-rank part.
     tensors: Mapping[str, LocalTensor | TensorInfo]
-    # What this rank writes of each; tensors of which it writes nothing may be missing.
+    # The pieces of each tensor that this rank writes; tensors of which it writes nothing may be missing.
     pieces: Mapping[str, Sequence[Piece]]
-    spread: bool = False  # whether several ranks write it. If not, rank 0 writes it whole
-    frozen: Collection[str] = ()  # tensors that stay as they are from save to save
-    apart: bool = False  # whether those go into a file of their own
-    forms: Mapping[int, Form] = dataclasses.field(default_factory=dict)  # of tensors, by number
+    spread: bool = False  # whether several ranks write the part; if not, rank 0 writes it whole
+    frozen: Collection[str] = ()  # keys of tensors that do not change between saves
+    apart: bool = False  # whether the frozen tensors go into a separate file
+    forms: Mapping[int, Form] = dataclasses.field(default_factory=dict)  # unusual forms of tensors, by number
 
 
 class _Chunk(NamedTuple):
-    tensor: int  # which tensor of the part; of the file, if it is of the per-rank parts
+    tensor: int  # number of the tensor in its part; in a file of per-rank parts, in the file
     key: str
     name: str
     info: TensorInfo
     box: Box
     is_whole: bool
-    source: int  # which of the live tensors: chunks outlive them
+    source: int  # index of the live tensor; not the tensor itself, which must not be kept as long as the chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,8 @@ class _File:
     layout: FileLayout
     header: bytes
     chunks: tuple[_Chunk, ...]
-    holds_all: bool  # every tensor of the part, whole: the manifest need not say what is in it
-    save_id: str | None = None  # of the earlier save that wrote it
+    holds_all: bool  # whether it has every tensor of the part, whole: then the manifest need not list its chunks
+    save_id: str | None = None  # id of the earlier save that wrote it, if one did
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +93,20 @@ class WrittenFile:
     """A safetensors file that a rank writes."""
 
     name: str
-    part: str | None  # the part it is of; None for the one with all per-rank parts
-    save_id: str  # which save it is of: that of the rank's files, or the earlier one that wrote it
-    layout: FileLayout  # where everything is in it
-    keys: tuple[str, ...]  # the tensor that each chunk is of, in file order
-    digests: bytes  # of its blocks, one after the other; of those that were not taken yet, nothing
+    part: str | None  # the part that it belongs to; None for the file with all per-rank parts
+    save_id: str  # the save that wrote the file: this one, or an earlier one if the file was taken over
+    layout: FileLayout
+    keys: tuple[str, ...]  # the key of each chunk's tensor, in file order
+    digests: bytes  # digests of its blocks, concatenated, without those of blocks that were not taken yet
 
 
 class RankFiles:
-    """The files that one rank writes in one save; ``parts`` are the same ones on all ranks.
+    """The files that one rank writes in one save.
 
-    ``save_id``, unique to the save and the same on all ranks, is in every file; where it is not known yet,
-    :meth:`identify` sets it. ``suffix`` comes before the extension of the files' names, where an older checkpoint has
-    the plain names. ``names`` are in the order in which the files are written; ``staged_size`` is what all of them need
-    of a buffer, in bytes.
+    ``parts`` must be the same on all ranks. ``save_id``, unique to the save and the same on all ranks, is stored in
+    every file; if it is not known yet, :meth:`identify` sets it. ``suffix`` is inserted before the extension of the
+    files' names if an older checkpoint has the plain names. ``names`` are in the order in which the files are written;
+    ``staged_size`` is the size in bytes of a buffer for all of them.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class RankFiles:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The live tensors that are written."""
+        """The live tensors to save."""
         return self._sources
 
     def forget_parts(self) -> None:
-        """Let go of the parts' tensors, but for those that are written; called on the thread that writes them."""
+        """Release the parts' tensors, except those that this rank writes; called on the thread that writes them."""
         self._parts = [
             dataclasses.replace(
                 part,
@@ -151,7 +151,7 @@ class RankFiles:
         ]
 
     def forget_tensors(self) -> None:
-        """Let go of the tensors that are written, which are in a buffer now."""
+        """Release the tensors that this rank writes, once they are staged."""
         self._sources = []
 
     def _lay_out(self, suffix: str) -> Iterator[_File]:
@@ -193,7 +193,7 @@ class RankFiles:
         return _File(name, part, layout, layout.header(self._save_id), ordered, _is_all(chunks, count))
 
     def identify(self, save_id: str, suffix: str) -> None:
-        """Give the files the id of their save and the suffix of their names, which were not known at first."""
+        """Set the id of the save and the suffix of the files' names, which were not known when this was made."""
         check_save_id(save_id)
         self._save_id = save_id
         self._files = [
@@ -208,7 +208,7 @@ class RankFiles:
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order.
 
-        Of what a device has to gather first, pieces have ``nbytes``: it needs as much memory for one.
+        Where a device has to gather the bytes first, a piece has at most ``nbytes``: that is the memory it needs there.
         """
         for base, file in zip(self._bases, self._files, strict=True):
             for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):
@@ -224,15 +224,15 @@ class RankFiles:
                         yield end, into, source
 
     def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[Move]:
-        """Do the same, for tensors that the host has."""
+        """Do the same as :meth:`pieces_in`, for tensors that are all in host memory."""
         return (move_of(target, source) for _, target, source in self.pieces_in(buffer, nbytes))
 
     def staged_files(
         self, buffer: StagingBuffer, wait_staged: Callable[[int], None] | None = None
     ) -> list[tuple[str, Image]]:
-        """Return names and images of the files whose tensors are in ``buffer``, or on their way there.
+        """Return names and images of the files whose tensors are in ``buffer``, or are being copied there.
 
-        They are to be written in this order. ``wait_staged`` returns when the buffer is filled up to an offset.
+        They must be written in this order. ``wait_staged(offset)`` returns when the buffer is filled up to an offset.
         """
         for base, file in zip(self._bases, self._files, strict=True):
             buffer.memory[base : base + file.layout.header_size] = file.header
@@ -244,9 +244,9 @@ class RankFiles:
     def live_files(
         self, lazy: Callable[[Sequence[int]], Sequence[torch.Tensor]] | None = None
     ) -> list[tuple[str, Image]]:
-        """Return names and images of the files, which read the live tensors when they are written, in order.
+        """Return names and images, in order, of the files; the images read the live tensors when they are written.
 
-        ``lazy`` returns those of :attr:`tensors` that have some numbers, where of these type and shape alone are there.
+        With ``lazy``, :attr:`tensors` have only types and shapes; ``lazy(numbers)`` returns those tensors with data.
         """
         numbers = [[chunk.source for chunk in file.chunks] for file in self._files]
         return self._with_digests(
@@ -261,7 +261,7 @@ class RankFiles:
         return list(zip(self.names, [*self._images, DigestsImage(self._images)], strict=True))
 
     def written(self) -> Iterator[WrittenFile]:
-        """Yield the safetensors files, whose images were made, with what is known of them now."""
+        """Yield the safetensors files, once their images were made, with the digests known so far."""
         for file, image in zip(self._files, self._images, strict=True):
             yield WrittenFile(
                 file.name,
@@ -273,18 +273,18 @@ class RankFiles:
             )
 
     def take_over(self, name: str, *, save_id: str, header_digest: bytes) -> None:
-        """Declare that a file is the one of an earlier save, to which all of its digests but the first apply."""
+        """Note that a file was taken over from an earlier save: all of its digests match, except that of the header."""
         index = [file.name for file in self._files].index(name)
         self._files[index] = dataclasses.replace(self._files[index], save_id=save_id)
         self._images[index].digests[0] = header_digest
 
     @property
     def is_spread(self) -> bool:
-        """Whether other ranks hold pieces of parts that this rank has not whole."""
+        """Whether other ranks write pieces of a part, so that this rank's files alone are not complete."""
         return self._world_size > 1 and any(part.spread for part in self._parts)
 
     def report(self, extra_files: Sequence[ExtraFile] = ()) -> str:
-        """Return what this rank has written, when it has: what :func:`build_manifest` takes."""
+        """Return this rank's report for :func:`build_manifest`; called when its files are written."""
         for file in extra_files:
             check_extra_name(file.name)
         record = {
@@ -313,12 +313,12 @@ class RankFiles:
 
     @functools.cached_property
     def _tables(self) -> dict[str, str]:
-        """Digests of their tables of tensors."""
+        """Digests of the tables of tensors of the parts that are the same on all ranks, by part."""
         parts = [part for part in self._parts if part.name in self._common]
         return {part.name: _table_digest(part, self._common[part.name]) for part in parts}
 
     def described(self) -> tuple[list[Json], Json]:
-        """Return what a report says of the files, with all that is in them, and of the one with their digests."""
+        """Return the entries in the manifest of the files, with all chunks listed, and of the file of digests."""
         return [self._describe(file, says_all=True) for file in self._files], self._describe_digests()
 
     def _describe(self, file: _File, *, says_all: bool = False) -> Json:
@@ -349,12 +349,12 @@ def _is_as_saved(tensor: torch.Tensor) -> bool:
 
 
 def _is_all(chunks: Sequence[_Chunk], count: int) -> bool:
-    """Whether these are all of ``count`` tensors, whole and in order."""
+    """Return whether the chunks are all of ``count`` tensors, whole and in order."""
     return len(chunks) == count and all(chunk.tensor == index and chunk.is_whole for index, chunk in enumerate(chunks))
 
 
 def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, prefix: str = "") -> list[_Chunk]:
-    """Return what a rank writes of a part, and append the tensors to ``sources``."""
+    """Return the chunks of a part that this rank writes, and append their tensors to ``sources``."""
     unknown = part.pieces.keys() - part.tensors.keys()
     if unknown:
         raise ValueError(f"part {part.name!r} has pieces of tensors that are not in it: {sorted(unknown)[:5]}")
@@ -402,10 +402,10 @@ def _text(document: Json) -> str:
 def build_manifest(
     reports: Sequence[str | None], *, metadata: Mapping[str, Any], path: str = "", stamp: Stamp = NO_STAMP
 ) -> bytes:
-    """Return the manifest's bytes: the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
+    """Return the bytes of the manifest; the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
 
-    ``reports`` are what :meth:`RankFiles.report` returned, in rank order; None for a rank that has written nothing.
-    Reports that are not of one state and save are refused.
+    ``reports`` are the results of :meth:`RankFiles.report` in rank order; None for a rank that has written nothing.
+    Raises if they are not of the same state and save.
     """
     encoded = encode_metadata(metadata, path)
     first = json.loads(str(reports[0]).partition("\n")[0])
@@ -424,7 +424,7 @@ def build_manifest(
 
 
 def encode_metadata(metadata: Mapping[str, Any], path: str = "") -> Json:
-    """Return metadata as they are in a manifest; what is not plain data is refused by its key."""
+    """Return metadata encoded for a manifest; raise, with the key, for anything that is not plain data."""
     encoded, tensors = encode_plain(dict(metadata), key="metadata")
     if tensors:
         raise SerializationError(
@@ -434,7 +434,7 @@ def encode_metadata(metadata: Mapping[str, Any], path: str = "") -> Json:
 
 
 def _nothing(rank: int, first: dict[str, Any]) -> str:
-    """Return the report of a rank that has written nothing, in the save that rank 0's summary is of."""
+    """Return the report of a rank that has written nothing; ``first`` is the summary of rank 0."""
     summary = {**first, "rank": rank, "names": [], "written": dict.fromkeys(first["written"], 0)}
     record = {"rank": rank, "files": [], "digests": None, "parts": {}, "extra": []}
     return "\n".join([json.dumps(summary), json.dumps(record), "{}"])
