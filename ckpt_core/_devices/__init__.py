@@ -1,6 +1,6 @@
-"""Accelerators: the only place that knows their streams, their pinned memory and their generators.
+"""Accelerators: the only package that handles their streams, their pinned memory and their generators (RNG).
 
-Everything goes through torch's interface to all of them. What decides is whether memory is the host's, never which
-device it is; only pinning needs to know, because torch has no call for memory that it has not allocated. Nothing here
-starts a device that the program has not started.
+It uses torch's device-independent interface: code depends on whether memory is the host's, never on the type of the
+device. Only pinning depends on the type, because torch has no call to pin memory that it did not allocate. Nothing here
+initializes a device that the program has not initialized.
 """

@@ -1,4 +1,4 @@
-"""The default random generators of devices, as far as the program has started them."""
+"""Captures and restores the default random generators (RNG) of the devices that the program has initialized."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-# What torch.accelerator may not name, where a program uses several: it knows one for each build.
+# Types that torch.accelerator may not name, because it knows only one per build, and a program may use several.
 _BUILT_IN = ("cuda", "xpu", "mps")
 
 
 class DeviceGenerators(NamedTuple):
-    """The generators of the devices of one type."""
+    """The states of the generators of all devices of one type."""
 
-    states: tuple[torch.Tensor, ...]  # of the default generator of every visible device, as tensors of the host
-    current: int = 0  # which of them the process uses
+    states: tuple[torch.Tensor, ...]  # of the default generator of every visible device, as CPU tensors
+    current: int = 0  # index of the device that the process uses
 
 
 def _types() -> tuple[str, ...]:
@@ -24,13 +24,13 @@ def _types() -> tuple[str, ...]:
 
 
 def _module(kind: str) -> Any:
-    """Return the module of a type of devices if it has generators."""
+    """Return torch's module of a device type; None if it has no generators."""
     module = getattr(torch, kind, None)
     return module if hasattr(module, "get_rng_state") else None
 
 
 def _is_in_use(module: Any) -> bool:
-    # The first is a flag, the second may ask a driver. Not all modules have them.
+    # is_initialized first: it is only a flag, while is_available may ask a driver. Not all modules have both.
     return all(getattr(module, name, _always)() for name in ("is_initialized", "is_available"))
 
 
@@ -39,7 +39,7 @@ def _always() -> bool:
 
 
 def capture_device_generators() -> dict[str, DeviceGenerators]:
-    """Return the generators of every type of devices in use; to ask others for theirs would start them."""
+    """Return the generators of every device type in use; reading those of other types would initialize the devices."""
     found = {}
     for kind in _types():
         module = _module(kind)
@@ -53,16 +53,16 @@ def capture_device_generators() -> dict[str, DeviceGenerators]:
 
 
 def current_device_generators() -> list[torch.Tensor]:
-    """Return the state of the generator of the current device of each type in use, in the order of the capture."""
+    """Return the generator state of the current device of each type in use, in the order of the capture."""
     modules = filter(None, map(_module, _types()))
     return [module.get_rng_state() for module in modules if _is_in_use(module)]
 
 
 def restore_device_generators(generators: Mapping[str, DeviceGenerators]) -> None:
-    """Set the generators, as far as both sides have the devices.
+    """Set the generators of the devices that exist both in the capture and in this process.
 
-    The device that the process uses continues with the generator of the one that it used then, whatever their numbers;
-    where it has not started the device yet, torch does that when it starts.
+    The current device continues with the generator of the device that was current at the capture, whatever their
+    numbers. If the program has not initialized a device yet, torch sets its generator when it does.
     """
     for kind, (states, current) in generators.items():
         module = _module(kind)
@@ -76,6 +76,6 @@ def restore_device_generators(generators: Mapping[str, DeviceGenerators]) -> Non
 
 
 def new_generator(kind: str) -> torch.Generator:
-    """Return a generator on the current device of a type, or on the host if there is none."""
+    """Return a new generator on the current device of a type, or on the CPU if there is no such device."""
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.Generator(there if there is not None and there.type == kind else "cpu")

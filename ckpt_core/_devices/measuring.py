@@ -1,4 +1,4 @@
-"""What a check of a device asks of it: which there is, how fast it copies to the host, how much memory it took."""
+"""Measures an accelerator for ``gpu_check``: its name, the speed of copies to the host, and its peak memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ckpt_core._devices.streams import wait_for_devices
 
-_COPIES = 5  # of which the fastest counts
+_COPIES = 5  # copies to time; the fastest one counts
 
 
 def device_to_check() -> tuple[torch.device, str] | None:
@@ -24,7 +24,7 @@ def device_to_check() -> tuple[torch.device, str] | None:
 
 
 def pinned_copy_rate(device: torch.device, nbytes: int) -> float:
-    """Return how many bytes a second the device copies to pinned memory, which nothing can be faster than."""
+    """Return the rate in bytes per second of copies to pinned memory, the upper limit for any copy to the host."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     seconds = []
@@ -38,7 +38,7 @@ def pinned_copy_rate(device: torch.device, nbytes: int) -> float:
 
 
 def peak_bytes(device: torch.device, *, reset: bool = False) -> int | None:
-    """Return the most memory that tensors took on the device so far, or since a reset; None if it does not count."""
+    """Return the peak memory of tensors on the device in bytes, since a reset if any; None if it is not counted."""
     peak = None
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         peak = int(torch.accelerator.max_memory_allocated(device))

@@ -1,4 +1,4 @@
-"""Memory of ours that a device copies to without blocking the host, because its pages are locked."""
+"""Pins host memory (locks its pages), so that a device can copy to it without blocking the host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Pinning(NamedTuple):
-    """How a type of device locks memory that it has not allocated."""
+    """The functions with which a type of device pins and unpins memory that torch did not allocate."""
 
-    register: Callable[[int, int], int]  # takes address and size in bytes, and returns 0 or the number of an error
-    unregister: Callable[[int], int]  # takes the address, and returns the same
+    register: Callable[[int, int], int]  # takes address and size in bytes, and returns 0 or an error number
+    unregister: Callable[[int], int]  # takes the address, and returns 0 or an error number
 
 
 def _cuda_register(address: int, nbytes: int) -> int:
@@ -28,15 +28,15 @@ def _cuda_unregister(address: int) -> int:
     return int(torch.cuda.cudart().cudaHostUnregister(address))
 
 
-# By the type of the device; ROCm calls itself "cuda". Others get memory that is not pinned, and block while they copy.
-# Not torch's own pinned memory, whose allocator rounds up to a power of two: for 9 GB it would take 16.
+# By type of device; ROCm has the type "cuda". Others get memory that is not pinned, and copies to it block. torch's own
+# pinned memory is not used, because its allocator rounds up to a power of two: 9 GB would take 16.
 PINNING: dict[str, Pinning] = {"cuda": Pinning(_cuda_register, _cuda_unregister)}
 
 
 def pin(memory: torch.Tensor) -> Callable[[], None] | None:
-    """Lock the pages of host memory for the device that the program uses, if it uses one; return what unlocks them.
+    """Pin host memory for the accelerator in use, and return a function that unpins it; None if it is not pinned.
 
-    That is to be called before the memory goes; None if they are not locked.
+    The caller must call that function before the memory is freed.
     """
     kind = next((kind for kind in PINNING if _is_in_use(kind)), None)
     if kind is None:
@@ -56,7 +56,7 @@ def pin(memory: torch.Tensor) -> Callable[[], None] | None:
     process = os.getpid()
 
     def unpin() -> None:
-        if os.getpid() != process:  # a forked child has the memory, and no device
+        if os.getpid() != process:  # a forked child inherits the memory, but not the device
             return
         error = PINNING[kind].unregister(address)
         if error:
@@ -72,6 +72,6 @@ def _is_in_use(kind: str) -> bool:
 
 
 def _forget_error(kind: str) -> None:
-    # CUDA remembers the error, and the next kernel to be launched would be blamed for it: let it be one of ours.
+    # CUDA keeps the error and raises it at the next kernel launch, so launch a kernel here.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=kind)

@@ -1,4 +1,4 @@
-"""A guard against changes that nobody announces: sums over the bytes of tensors, computed on their device."""
+"""Detects unannounced changes of device tensors, by sums over their bytes that are computed on the device."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-ROW = 64 * 2**10  # bytes: one sum of 8 bytes for each, so the sums take 1/8192 of what they are of
-WORD = 8  # bytes: what is summed up has whole ones
-_JOINED = 32 * 2**20  # bytes that small tensors are joined to: a sum takes as long to be queued as 10 MB to be added up
+ROW = 64 * 2**10  # bytes per sum; a sum has 8 bytes, so the sums take 1/8192 of the memory of the tensors
+WORD = 8  # bytes per summed integer; sizes of tensors must be multiples of it
+_JOINED = 32 * 2**20  # bytes: small tensors are joined up to this; queueing a sum takes as long as adding up 10 MB
 
 
 class RowSums:
-    """Whether bytes of devices are the same as before, by a sum for each row of 64 KiB.
+    """Sums over the bytes of device tensors, one per row of 64 KiB, taken twice to detect changes in between.
 
-    The sums are of integers of 8 bytes, modulo 2 ** 64: a number that changes alone always shows, and so does every
-    change that does not happen to cancel out in each row. The signs of two numbers of 8 bytes each do: give it none of
-    those. (Smaller integers would be copied by torch, to be added up in 8 bytes.) autograd's counters would miss what
-    ``tensor.data``, a CUDA graph or another library writes.
+    Bytes are added as 8-byte integers, modulo 2 ** 64. A change is detected unless it cancels out in every row, which a
+    change of a single number never does. Two flipped signs of 8-byte numbers do cancel out, so tensors of those must
+    not be given. (Smaller integers would be copied by torch first, to be added up as 8-byte ones.) autograd's version
+    counters would miss writes through ``tensor.data``, by a CUDA graph or by another library.
 
-    They are computed in the order of the streams that are current: those of before when this is made, the others when
-    :meth:`add` is called, with the same ``groups`` of tensors in the same order. The host does not wait for them. The
-    tensors are flat ``uint8`` ones of whole words of 8 bytes.
+    Sums are computed on the current streams: the first ones when this object is made, the second ones in :meth:`add`,
+    which must be called with the same ``groups`` of tensors in the same order. The host does not wait for them. Tensors
+    must be flat, ``uint8``, and a multiple of 8 bytes long.
     """
 
     def __init__(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         self._before: list[torch.Tensor] = []
         self._after: list[torch.Tensor] = []
-        self._zeros: dict[torch.device, torch.Tensor] = {}  # that fill up the last row
+        self._zeros: dict[torch.device, torch.Tensor] = {}  # zeros that pad the last row
         with torch.inference_mode(False), torch.no_grad():
             for group in groups:
                 self._sum_up(group, self._before)
 
     def add(self, group: Iterable[torch.Tensor]) -> None:
-        """Compute the sums of the next group again, on the streams that are current now."""
+        """Compute the sums of the next group for the second time, on the streams that are current now."""
         self._sum_up(group, self._after)
 
     def differ(self) -> bool:
-        """Return whether a tensor has changed in between; waits for the streams that are current now."""
+        """Return whether a tensor has changed between the two sums; waits for the streams that are current now."""
         return any(not torch.equal(a, b) for a, b in zip(_on_host(self._before), _on_host(self._after), strict=True))
 
     def _sum_up(self, group: Iterable[torch.Tensor], into: list[torch.Tensor]) -> None:
@@ -47,7 +47,7 @@ class RowSums:
             torch.sum(rows, dim=1, dtype=torch.int64, out=into[-1])
 
     def _joined(self, group: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield tensors as rows of words; those that continue each other as one, and small ones together."""
+        """Yield the tensors as words in whole rows; adjacent tensors are merged, and small ones are concatenated."""
         small: list[torch.Tensor] = []
         nbytes = 0
         for tensor, size in _runs(group):
@@ -66,7 +66,7 @@ class RowSums:
             yield self._filled_up(small, nbytes)
 
     def _filled_up(self, parts: list[torch.Tensor], nbytes: int) -> torch.Tensor:
-        """Return parts of so many bytes as one tensor of whole rows."""
+        """Concatenate parts, which have ``nbytes`` in total, and pad them with zeros to whole rows."""
         device = parts[0].device
         if missing := -nbytes % ROW:
             if device not in self._zeros:
@@ -76,13 +76,13 @@ class RowSums:
 
 
 def _on_host(sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return sums as one tensor for each device."""
+    """Return the sums on the CPU, as one tensor for each device."""
     devices = dict.fromkeys(each.device for each in sums)
     return [torch.cat([each for each in sums if each.device == device]).cpu() for device in devices]
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield tensors and their sizes in bytes; those of one storage that continue each other as one."""
+    """Yield tensors and their sizes in bytes; adjacent tensors of one storage are merged into one."""
     run: torch.Tensor | None = None
     end = nbytes = 0
     for tensor in tensors:

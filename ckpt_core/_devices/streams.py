@@ -1,4 +1,4 @@
-"""Streams: copies beside the training, and work of other threads in the order of the thread that asked for it."""
+"""Device streams: side streams for copies during training, and worker threads on the calling thread's streams."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TypeVar
 import torch
 
 Job = TypeVar("Job")
-Events = dict[torch.device, torch.Event]  # of the side stream of each device
+Events = dict[torch.device, torch.Event]  # one event per device
 
-# One for each device, kept: allocators cache memory per stream, and torch has no more than 32 of them to give out.
+# One per device, kept for ever: allocators cache memory per stream, and torch has a pool of only 32 streams.
 _side_streams: dict[torch.device, torch.Stream] = {}
 
 
 def _devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """Return the devices whose memory is not the host's."""
+    """Return the devices of the tensors that are not in host memory."""
     return list(dict.fromkeys([tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_meta)]))
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream that this thread's work for a device goes to; None if the device has no such thing."""
+    """Return this thread's current stream of a device; None if the device has no streams."""
     try:
         return torch.accelerator.current_stream(device)
     except (RuntimeError, ValueError, NotImplementedError):  # a device that torch.accelerator does not know
@@ -31,9 +31,9 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
 def _side_stream(device: torch.device) -> torch.Stream | None:
     if device not in _side_streams:
         try:
-            # Without a lock, which a signal handler that saves could wait for: one stream more is let go of.
+            # Without a lock, on which a signal handler that saves could deadlock; a second stream is just dropped.
             _side_streams.setdefault(device, torch.Stream(device=device))
-        except (RuntimeError, NotImplementedError):  # it has one stream only, as Apple's have
+        except (RuntimeError, NotImplementedError):  # the device has only one stream, as on Apple hardware
             return None
     return _side_streams[device]
 
@@ -47,15 +47,15 @@ def _wait_for(device: torch.device) -> None:
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Return when what this thread has queued for tensors of devices is done, so that other threads may read them."""
+    """Wait until the work that this thread has queued on the tensors' devices is done, so that others may read them."""
     for device in _devices_of(tensors):
         _wait_for(device)
 
 
 def let_devices_wait(events: Events) -> None:
-    """Let what this thread queues from now on wait for events; the devices wait, this thread does not.
+    """Make what this thread queues on devices from now on wait for events; only the devices wait, not the thread.
 
-    What is recorded into a graph is not done now, and must not wait for what is not in the graph.
+    Does nothing during a graph capture: captured work does not run now, and must not wait for work outside the graph.
     """
     for device, event in events.items():
         stream = _current_stream(device)
@@ -64,7 +64,7 @@ def let_devices_wait(events: Events) -> None:
 
 
 def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether this thread's work for a device of some tensors is recorded into a graph, and not done."""
+    """Return whether this thread's work for a device of the tensors is being captured into a graph, and not run."""
     return any(map(_is_capturing, _devices_of(tensors)))
 
 
@@ -77,39 +77,39 @@ def _never() -> bool:
 
 
 def accelerator_name() -> str | None:
-    """Return how many devices of which type there are, as people say it; None if there are none."""
+    """Return number and type of the accelerators, such as ``"8 x cuda"``; None if there are none."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None else f"{torch.accelerator.device_count()} x {device.type}"
 
 
 class LateCopy:
-    """A small tensor of an accelerator, copied to the host behind the work that computes it.
+    """A copy of a small tensor from an accelerator to the host, queued after the work that computes the tensor.
 
-    Where the device has no pinned memory or events, torch raises a ``RuntimeError``, ``ValueError`` or ``TypeError``.
+    If the device has no pinned memory or events, torch raises a ``RuntimeError``, ``ValueError`` or ``TypeError``.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
-        # of the same type: the device would have to convert it first
+        # of the same dtype: otherwise the device would have to convert it first
         self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self._host.copy_(value.detach(), non_blocking=True)
         self._event = torch.accelerator.current_stream(value.device).record_event()
 
     def is_there(self) -> bool:
-        """Whether :meth:`take` would return at once."""
+        """Return whether the copy is done, so that :meth:`take` would return at once."""
         return bool(self._event.query())
 
     def take(self) -> torch.Tensor:
-        """Return the copy, when it has come."""
+        """Wait for the copy, and return it."""
         self._event.synchronize()
         return self._host
 
 
 class SideStreams:
-    """A stream for each device that some tensors are on, which starts after what this thread has queued there.
+    """One side stream per device of the tensors, each of which starts after the work this thread has queued there.
 
-    Without any such tensor it is false, and costs nothing. A device that has no streams to give out is waited for. The
-    memory of the tensors must stay until :meth:`synchronize`. ``may_be_late`` says whether copies may be queued,
-    because there is something to wait for afterwards.
+    False, and free of cost, if no tensor is on a device. If a device has no streams, the constructor waits for it. The
+    memory of the tensors must stay allocated until :meth:`synchronize`. ``may_be_late`` says whether copies may be
+    queued without blocking, because every device has a stream to wait for.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -131,18 +131,18 @@ class SideStreams:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Let this thread use the streams, and the device that the thread used which made this."""
+        """Make this thread use the streams, and the device that the thread which made this object used."""
         with _used(self._streams.values(), self._device):
             yield
 
     def record(self, tensors: Iterable[torch.Tensor]) -> Events:
-        """Return events that happen when what is queued now is done, of the streams that some tensors are read on."""
+        """Return events, for the devices of the tensors, that are done when the work queued so far is done."""
         devices = [device for device in _devices_of(tensors) if device in self._streams]
         return {device: self._streams[device].record_event() for device in devices}
 
     def synchronize(self) -> None:
-        """Return when nothing is queued on any of the streams any more; raise what one of them has raised."""
-        with contextlib.ExitStack() as all_of_them:  # also when the first one raises
+        """Wait until all work queued on the streams is done; raise what one of them raises."""
+        with contextlib.ExitStack() as all_of_them:  # waits for the others, too, if one raises
             for stream in self._streams.values():
                 all_of_them.callback(stream.synchronize)
 
@@ -152,7 +152,7 @@ def _used(streams: Iterable[torch.Stream], device: int | None) -> Iterator[None]
     if device is None:
         yield
         return
-    # A thread begins on the first device, and to come back to that one would take memory there.
+    # A new thread uses the first device. It is not set back to that one, which would allocate memory there.
     torch.accelerator.set_device_index(device)
     with contextlib.ExitStack() as stack:
         for stream in streams:
@@ -161,25 +161,25 @@ def _used(streams: Iterable[torch.Stream], device: int | None) -> Iterator[None]
 
 
 def _another_handle(stream: torch.Stream) -> torch.Stream:
-    # One that is entered remembers what was current before; torch 2.8 refuses to let a second thread enter it.
+    # An entered Stream object stores the previous stream, so torch 2.8 does not let a second thread enter it.
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def events_of_current_streams(tensors: Iterable[torch.Tensor]) -> Events:
-    """Return events that happen when what this thread has queued so far for tensors of devices is done."""
+    """Return events that are done when the work that this thread has queued on the tensors' devices is done."""
     streams = {device: _current_stream(device) for device in _devices_of(tensors)}
     return {device: stream.record_event() for device, stream in streams.items() if stream is not None}
 
 
 def can_copy_late(tensor: torch.Tensor) -> bool:
-    """Return whether copies to a tensor may be queued, because there is something to wait for afterwards."""
+    """Return whether copies to a tensor may be queued without blocking, because its device has a stream to wait for."""
     return not (tensor.is_cpu or tensor.is_meta) and _current_stream(tensor.device) is not None
 
 
 def on_current_streams(work: Callable[[Job], None], tensors: Iterable[torch.Tensor]) -> Callable[[Job], None]:
-    """Return ``work`` that other threads do in the order of this one's current streams, as if it did it itself.
+    """Wrap ``work`` so that other threads run it on this thread's current streams, in order with its own work.
 
-    Where the ``tensors`` are that it fills decides about the streams; with none on a device, it is returned as it is.
+    The streams are those of the devices of ``tensors``, which ``work`` fills; without devices, returns ``work`` itself.
     """
     devices = _devices_of(tensors)
     if not devices:
@@ -195,7 +195,7 @@ def on_current_streams(work: Callable[[Job], None], tensors: Iterable[torch.Tens
 
 
 def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """Return ``work`` that another thread does on the device that this one uses, if the program has started one."""
+    """Wrap ``work`` so that another thread runs it on this thread's device, if the program has initialized one."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or not getattr(getattr(torch, kind.type, None), "is_initialized", _never)():
         return work

@@ -1,7 +1,7 @@
-"""The safetensors format: element types, tensors as a header describes them, and headers written and read.
+"""Reads and writes the headers of safetensors files, and converts between torch's dtypes and theirs.
 
 A file is eight bytes with the length of the header (little-endian), the header (JSON, padded with spaces), and the
-tensors without a hole between them. Everything in a header that another program wrote is checked before it is believed.
+tensors without gaps between them. Everything in a header that another program wrote is validated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt_core._plan import QUANTIZED_TYPES
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.storage.base import FileReader
 
-LARGEST_HEADER = 100_000_000  # bytes: what safetensors reads
+LARGEST_HEADER = 100_000_000  # bytes: the limit of the safetensors library
 _LENGTH = struct.Struct("<Q")
 _REMEDY = "download the model again: this file is damaged, or it is not a safetensors file"
 
@@ -31,7 +31,7 @@ DTYPES = {
     if isinstance(dtype, torch.dtype) and dtype not in QUANTIZED_TYPES
 }
 
-# What safetensors 0.4 reads already: a program with an unknown name in the header could not open the file at all.
+# The names that safetensors 0.4 knows: a program that finds an unknown name in the header cannot open the file at all.
 _SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -56,10 +56,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 class UnknownTypeError(ValueError):
-    """A checkpoint has a type of elements that a newer torch has, and this one has not."""
+    """A checkpoint has a dtype that this version of torch does not have, but a newer one may."""
 
     def refusal(self, path: str, key: str | None = None) -> CheckpointFormatError:
-        """Return what a reader of that checkpoint raises."""
+        """Return the error to raise for the checkpoint at ``path``."""
         return CheckpointFormatError(
             f"the checkpoint was saved with a newer version of torch: {self}",
             path=path,
@@ -69,20 +69,21 @@ class UnknownTypeError(ValueError):
 
 
 def check_known(name: object) -> None:
-    """Raise UnknownTypeError for what may be the name of a type, but not one of this version of torch."""
+    """Raise an ``UnknownTypeError`` if ``name`` may be a dtype of another version of torch, and is none of this one."""
     if isinstance(name, str) and name.isidentifier() and not hasattr(torch, name):
         raise UnknownTypeError(f"{torch.__version__} has no type {name!r}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without the prefix: ``"float32"``."""
+    """Return the name of a dtype without the prefix ``torch.``: ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return the type and the shape under which a tensor stands in a safetensors header.
+    """Return the type and the shape that a tensor has in a safetensors header.
 
-    Complex numbers are pairs of real ones, and what safetensors has no name for is bytes; both in one more dimension.
+    Complex numbers are stored as pairs of real ones, and dtypes that safetensors has no name for as bytes, both with
+    one more dimension.
     """
     name = _SAFETENSORS.get(dtype)
     if name is not None:
@@ -93,10 +94,10 @@ def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[in
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without gradient, as elements that every copy can move bit by bit, where it lies.
+    """Return a view of ``tensor`` without gradient, with a dtype that torch can copy bit by bit.
 
-    torch cannot copy some of its types. A tensor that is the conjugate or the negative of its memory stays what it is:
-    it is the copy that makes it so.
+    torch cannot copy some of its dtypes. A lazily conjugated or negated tensor is returned as it is: the copy resolves
+    it.
     """
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -105,7 +106,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def resolved(bits: torch.Tensor) -> torch.Tensor:
-    """Return what a copy from a device to the host is to read for a tensor that :func:`bits_of` gave.
+    """Return the tensor from which to copy a result of :func:`bits_of` from a device to the host.
 
     Copies from CUDA leave the sign of a strided negative view as it is in memory
     (https://github.com/pytorch/pytorch/issues/146286).
@@ -114,23 +115,23 @@ def resolved(bits: torch.Tensor) -> torch.Tensor:
 
 
 def is_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor are its memory, in one piece and in their order."""
+    """Return whether the elements of a tensor are exactly its memory, contiguous and in row-major order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def bytes_in(bits: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory of what :func:`bits_of` gave, as flat bytes; None if it does not lie in one piece, in order."""
+    """Return the memory of a result of :func:`bits_of` as flat bytes; None if it is not contiguous."""
     if not is_memory(bits):
         return None
-    # Not reshape: where a dimension has one element, its stride can be anything, and stays so.
+    # Not reshape, which would keep the stride of a dimension of size 1, and that can be anything.
     return bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
 
 
 class TensorInfo(NamedTuple):
-    """What a tensor is, without its values."""
+    """The dtype and shape of a tensor."""
 
-    dtype: torch.dtype  # type of its elements
-    shape: tuple[int, ...]  # its extent
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -138,21 +139,21 @@ class TensorInfo(NamedTuple):
         return functools.reduce(int.__mul__, self.shape, self.dtype.itemsize)
 
     def empty(self, device: str | torch.device | None = None) -> torch.Tensor:
-        """Return such a tensor; its values are undefined."""
+        """Return a new tensor of this dtype and shape; its values are undefined."""
         with torch.inference_mode(False):
             if not self.dtype.is_complex or self.dtype.itemsize > 4:
                 return torch.empty(self.shape, dtype=self.dtype, device=device)
-            # torch warns of complex numbers of halves whenever it makes some.
+            # torch.empty warns about the experimental half-precision complex dtypes.
             return torch.empty(self.nbytes, dtype=torch.uint8, device=device).view(self.dtype).view(self.shape)
 
 
 def can_store(info: TensorInfo) -> bool:
-    """Return whether safetensors has a name for the type of a tensor."""
+    """Return whether safetensors has a name for the dtype of a tensor."""
     name, shape = stored_as(info.dtype, (1,))
     return shape == (1,) and (name != "U8" or info.dtype is torch.uint8)
 
 
-# Later releases of safetensors know two more, which older ones cannot read.
+# Later releases of safetensors have two more, which older ones cannot read; they are read here, but not written.
 _DTYPE_OF_NAME = {
     **{stored_as(dtype, ())[0]: dtype for dtype in DTYPES.values() if can_store(TensorInfo(dtype, ()))},
     "C64": torch.complex64,
@@ -176,12 +177,12 @@ def header_text(tensors: Iterable[tuple[str, TensorInfo]], metadata: Mapping[str
 
 
 def header_size(text: bytes, alignment: int) -> int:
-    """Return where the first tensor begins, in bytes: after the text, at a multiple of ``alignment``."""
+    """Return the offset of the first tensor: after the text, at a multiple of ``alignment`` bytes."""
     return -(-(_LENGTH.size + len(text)) // alignment) * alignment
 
 
 def packed_header(text: bytes, size: int) -> bytes:
-    """Return the first ``size`` bytes of a file: the length, the text, and spaces."""
+    """Return the first ``size`` bytes of a file: the length, the text, and spaces as padding."""
     return _LENGTH.pack(size - _LENGTH.size) + text.ljust(size - _LENGTH.size)
 
 
@@ -189,9 +190,9 @@ def packed_header(text: bytes, size: int) -> bytes:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a safetensors file."""
 
-    info: TensorInfo  # its type and shape
+    info: TensorInfo  # its dtype and shape
     begin: int  # offset of its bytes in the file
 
 
@@ -199,8 +200,8 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
     """Return the tensors in a safetensors file.
 
     Raises:
-        CheckpointCorruptedError: The file is truncated, or its header makes no sense.
-        CheckpointFormatError: A tensor has a type that is not known here.
+        CheckpointCorruptedError: The file is truncated, or its header is invalid.
+        CheckpointFormatError: A tensor has an unknown dtype.
     """
     try:
         length: int = _LENGTH.unpack(reader.read(0, _LENGTH.size))[0] if reader.size >= _LENGTH.size else 0
@@ -232,7 +233,7 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of JSON that has these pairs, each name once."""
+    """Return a JSON object as a dictionary; raise a ``ValueError`` if a key is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")

@@ -1,4 +1,4 @@
-"""Which pieces of which tensors a rank holds (``pieces``), and which of them it writes (``slicing``).
+"""Plans which pieces of tensors a rank holds (``pieces``), and which of them it writes (``slicing``).
 
 Pure functions of shapes, placements and the rank: no I/O and no communication.
 """

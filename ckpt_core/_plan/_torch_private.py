@@ -1,8 +1,8 @@
-"""The facts about distributed tensors for which torch has no public name.
+"""Wraps the private names of torch that are needed for distributed tensors.
 
-That a placement cuts a tensor into strided parts, of which mesh another one is a slice, and which ranks an FSDP1
-``ShardedTensor`` is spread over, torch tells only through names that begin with an underscore. All of them that this
-package uses are in this file.
+Whether a placement cuts a tensor into strided parts, of which mesh another mesh is a slice, and over which ranks an
+FSDP1 ``ShardedTensor`` is spread, is available only through private names (with an underscore). All private names for
+distributed tensors that this package uses are in this file.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ except ImportError as moved:
 
 
 def sharding_of(placement: Placement) -> Sharding | None:
-    """Return how the placement cuts a tensor, or None if it replicates it; a ``ValueError`` if it does neither."""
-    # A strided shard is a Shard in some releases of torch and not in others, so it is asked for first.
+    """Return how the placement shards a tensor; None if it replicates it; raise a ``ValueError`` if it does neither."""
+    # _StridedShard is a subclass of Shard in some releases of torch and not in others, so it is checked first.
     if isinstance(placement, _StridedShard):
         return Sharding(placement.dim, int(placement.split_factor))
     if type(placement) is Shard:
@@ -41,15 +41,15 @@ def sharding_of(placement: Placement) -> Sharding | None:
 
 
 def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that this one is a slice of, ``mesh["dp"]``, also a flattened one; itself if it is of none."""
-    find = getattr(mesh, "_get_root_mesh", None)  # later than torch 2.8
+    """Return the root mesh of a (maybe flattened) slice such as ``mesh["dp"]``; the mesh itself if it is no slice."""
+    find = getattr(mesh, "_get_root_mesh", None)  # in releases after torch 2.8
     if find is None and not hasattr(device_mesh, "_mesh_resources"):
-        return mesh  # as if it were on its own: a save of slices then fails, and others do not
+        return mesh  # treated as no slice: a save of slices will fail, other saves will not
     return device_mesh._mesh_resources.get_root_mesh(mesh) if find is None else find()
 
 
 def is_sharded_tensor(tensor: torch.Tensor) -> TypeGuard[ShardedTensor]:
-    """Whether the tensor is a ``ShardedTensor``, as in the sharded state of FSDP1."""
+    """Return whether the tensor is a ``ShardedTensor``, as in the sharded state of FSDP1."""
     return isinstance(tensor, ShardedTensor)
 
 

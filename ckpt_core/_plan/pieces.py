@@ -1,4 +1,4 @@
-"""What of a tensor is on this rank: the boxes, their live memory, and which other ranks hold the same."""
+"""Finds which pieces of a tensor are on this rank: their boxes, their live memory, and the ranks that hold the same."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ if TYPE_CHECKING:
 
 _Ranks = npt.NDArray[np.int64]
 
-# torch.nn.Buffer only marks a tensor, so it is among these too.
+# A torch.nn.Buffer has the type torch.Tensor, so buffers are included.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-# Such a tensor is more than its elements. One that is a view of bytes has no quantizer, and no is_quantized.
+# A quantized tensor is more than its elements. The dtype is checked, because is_quantized is false for a view of bytes.
 QUANTIZED_TYPES = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
-# A state can have a hundred thousand of these: named tuples are made in a fraction of the time of a data class. Tensors
-# have no equality of one truth value, so neither have the next two.
+# A state can have a hundred thousand of these, and a named tuple is much faster to make than a data class. Neither of
+# the next two classes can be compared with ==, because tensors cannot.
 class Piece(NamedTuple):
     """The elements of one box of a tensor."""
 
-    box: Box  # where they are in the whole tensor
-    tensor: torch.Tensor  # they themselves, in the shape of the box: a live view without gradient, maybe not contiguous
+    box: Box  # their place in the whole tensor
+    tensor: torch.Tensor  # the elements, in the box's shape: a live view without gradient, maybe not contiguous
 
     def part(self, box: Box) -> Piece:
-        """Return the elements of ``box``, which is inside this piece's and counted like it from the whole tensor."""
+        """Return the elements of ``box``, which is inside this piece's box and, like it, placed in the whole tensor."""
         return self if box == self.box else Piece(box, _part(self.tensor, box.relative_to(self.box)))
 
 
 class LocalTensor(NamedTuple):
-    """A tensor as this rank has it."""
+    """The pieces of a tensor that are on this rank."""
 
-    dtype: torch.dtype  # type of its elements
+    dtype: torch.dtype
     shape: tuple[int, ...]  # shape of the whole tensor
-    # What is on this rank; none where other ranks hold all elements. A tensor without elements has one piece, also
-    # without elements, on every rank it is on.
+    # Empty if other ranks hold all elements. A tensor without elements has one piece, also without elements, on every
+    # rank that has the tensor.
     pieces: tuple[Piece, ...]
-    # The ranks, ascending, that hold exactly these pieces, this one included; none if there are no pieces.
+    # The ranks, ascending, that hold exactly these pieces, including this rank; empty if there are no pieces.
     holders: tuple[int, ...]
 
     @classmethod
     def whole(cls, tensor: torch.Tensor, holders: tuple[int, ...] = ()) -> LocalTensor:
-        """Return a tensor of which all elements are on this rank."""
+        """Return the local tensor for a tensor whose elements are all on this rank."""
         shape = tuple(tensor.shape)
         return cls(tensor.dtype, shape, (Piece(Box.whole(shape), tensor.detach()),), holders)
 
 
 def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, replicated: bool) -> LocalTensor:
-    """Return what of ``tensor`` is on this rank.
+    """Return the pieces of ``tensor`` that are on this rank.
 
-    It may be plain (also a parameter, a buffer, any view), a ``DTensor`` on any mesh, or a ``ShardedTensor`` of FSDP1.
-    A ``DTensor`` on a slice of a mesh is taken to be on the other slices, too, since all ranks save the same tensors;
-    one on a mesh of its own is on that alone. ``replicated`` says whether every rank holds the same plain tensor;
-    distributed ones say themselves who holds what. A kind that cannot be written as plain elements is refused.
+    ``tensor`` may be plain (also a parameter, a buffer, any view), a ``DTensor`` on any mesh, or a ``ShardedTensor`` of
+    FSDP1. A ``DTensor`` on a slice of a mesh is assumed to be on the other slices, too, since all ranks save the same
+    tensors; on a mesh that is no slice, it is on that mesh only. ``replicated`` says whether every rank holds the same
+    plain tensor; for distributed tensors, the placements say it. Raises for a type that is more than plain elements.
     """
     if type(tensor) in PLAIN_TYPES:
         _check_plain(tensor, key)
         return LocalTensor.whole(tensor, all_ranks(world_size) if replicated else (rank,))
-    # Only a process that has distributed tensors pays for importing what they need.
+    # Imported here, so that only processes with distributed tensors pay for the import.
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
@@ -80,7 +80,7 @@ def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, 
 
 @functools.lru_cache(maxsize=8)
 def all_ranks(world_size: int) -> tuple[int, ...]:
-    """Return the numbers of all ranks; the same object each time, since there can be thousands in it."""
+    """Return all ranks; always the same object, since there can be thousands of ranks."""
     return tuple(range(world_size))
 
 
@@ -153,7 +153,7 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank holds of a distributed tensor: boxes, in the whole and in the local tensor, and who else does."""
+    """One rank's share of a distributed tensor: boxes (in the whole and in the local tensor), and the ranks with it."""
 
     boxes: tuple[tuple[Box, Box], ...]
     local_shape: tuple[int, ...]
@@ -164,9 +164,9 @@ _NOTHING = _Share((), (), ())
 
 
 class _MeshView:
-    """A mesh as one rank sees it. Remembers the geometry, which is the same for many tensors and at every save.
+    """A mesh as seen from one rank; caches the shares, which are the same for many tensors and at every save.
 
-    It has one dimension more, for the slices of a whole mesh: a tensor on one of them is replicated over the others.
+    It has one more dimension, for the slices of the root mesh: a tensor on one slice is replicated over the others.
     """
 
     def __init__(self, mesh: DeviceMesh, rank: int, whole: DeviceMesh | None = None) -> None:
@@ -176,7 +176,7 @@ class _MeshView:
         self._shares: dict[tuple[tuple[int, ...], tuple[Sharding | None, ...]], _Share] = {}
 
     def share(self, shape: tuple[int, ...], shardings: tuple[Sharding | None, ...]) -> _Share:
-        """Return what the rank holds of a tensor of this shape; a ``ValueError`` if the mesh does not say."""
+        """Return the rank's share of a tensor of this shape; raise a ``ValueError`` if the mesh does not define it."""
         share = self._shares.get((shape, shardings))
         if share is None:
             share = self._shares[shape, shardings] = self._computed_share(shape, (None, *shardings))
@@ -186,8 +186,8 @@ class _MeshView:
         if self._coordinate is None:
             return _NOTHING
         for dimension, sharding in enumerate(shardings):
-            # torch numbers the ranks of a group in ascending order when it scatters and gathers, but takes the order in
-            # the mesh elsewhere: where they differ, the same tensor has its parts in either order.
+            # torch numbers the ranks of a group in ascending order when it scatters and gathers, but otherwise uses the
+            # order in the mesh. If these differ, the parts of a tensor can be in either order.
             if sharding is not None and (np.diff(self._ranks, axis=dimension) < 0).any():
                 raise ValueError(
                     f"mesh {self._ranks[self._coordinate[0]].tolist()}, in which ranks do not ascend along dimension "
@@ -203,12 +203,12 @@ class _MeshView:
             for sharding, index in zip(shardings, self._coordinate, strict=True)
         )
         holders = sorted(np.ravel(self._ranks[same_pieces]).tolist())
-        # The last box is the one in the last corner.
+        # The last box is in the last corner, so its end is the local shape.
         return _Share(boxes, boxes[-1][1].end, tuple(holders))
 
 
 def _slices(ranks: _Ranks, whole: _Ranks) -> _Ranks:
-    """Return the ranks of a slice, and of those beside it in the whole mesh; of the mesh alone if it is no slice."""
+    """Return the ranks of a slice and of its sibling slices in the whole mesh, stacked; if it is no slice, its own."""
     found = np.argsort(whole, axis=None)[np.searchsorted(np.sort(whole, axis=None), ranks)]
     at = np.unravel_index(found, whole.shape)
     beside = [dimension for dimension, places in enumerate(at) if (places == places.flat[0]).all()]
@@ -224,7 +224,7 @@ def _slices(ranks: _Ranks, whole: _Ranks) -> _Ranks:
     return np.stack(slices)
 
 
-# By the whole mesh, and then by its slice: slices of two meshes can be equal.
+# By root mesh, and then by slice: slices of two different meshes can compare equal.
 _mesh_views: WeakKeyDictionary[DeviceMesh, WeakKeyDictionary[DeviceMesh, dict[int, _MeshView]]] = WeakKeyDictionary()
 
 

@@ -1,9 +1,9 @@
-"""Who writes what: every element once, about the same number of bytes on every rank that holds them.
+"""Divides replicated tensors among the ranks: each element is written once, about the same number of bytes per rank.
 
-Ranks that hold the same pieces see the same list of them, so each can work out its own share alone. The pieces, in the
-order of their keys, are laid end to end on a line, which is divided into as many equal shares as there are ranks. Small
-pieces are written whole, large ones are cut where a share ends. So N ranks cut at most N - 1 times, whatever the number
-of tensors, and what a rank writes belongs together.
+Ranks that hold the same pieces see the same list of them, so each can compute its own share without communication. The
+pieces, in the order of their keys, are laid end to end on a line, which is divided into as many equal shares as there
+are ranks. Small pieces are written whole, large ones are cut where a share ends. So N ranks cut at most N - 1 times,
+whatever the number of tensors, and a rank writes neighbouring pieces.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import torch
 from ckpt_core._plan.pieces import LocalTensor, Piece
 from ckpt_core.geometry import Box, cut_dimension
 
-# One more part costs an entry in the manifest, digests of its own (there is one for each 128 KiB) and a request to read
-# it, which is more than sharing fewer bytes than these can save.
+# Bytes. One more part costs an entry in the manifest, separate digests (one per 128 KiB) and a request to read it; for
+# fewer bytes than this, that is more than dividing them saves.
 SMALLEST_PART = 256 * 1024
-# Larger parts are at most this fraction of a rank's share, so that shares are even.
+# Larger parts have about 1/16 of the bytes of a rank's share, so that shares are even.
 PARTS_OF_A_SHARE = 16
-# Writing less than a block of the filesystem takes as long as writing a block.
+# Bytes. Writing less than a block of the filesystem takes as long as writing a block.
 SMALLEST_SHARE = 4096
-# The parts of a state (model, optimizer, ...) have one plan each.
+# Plans kept in the cache: one for each part of a state (model, optimizer, ...).
 MOST_PLANS = 16
 
 Entry = tuple[str, torch.dtype, tuple[int, ...], tuple[Box, ...]]
-# What the ranks `holders` have in common, in the order of keys.
+# Holders, and the tensors that they all hold, in the order of keys.
 Group = tuple[tuple[int, ...], tuple[Entry, ...]]
 Structure = tuple[Group, ...]
-# By key: which pieces, by their number, and what part of each.
+# By key: the numbers of the pieces to write, and the box to write of each.
 Plan = dict[str, list[tuple[int, Box]]]
 
 
 class WritePlanCache:
-    """Plans, and remembers plans for states that keep their structure from save to save.
+    """Makes plans of what a rank writes, and caches them for states that keep their structure from save to save.
 
-    A plan is used again only for the same keys, types, shapes, pieces, holders and rank, which is all that it depends
-    on: another placement, mesh or number of ranks shows in the pieces or the holders. Tensors are not kept.
+    A plan is reused only for the same keys, types, shapes, pieces, holders and rank, which is all that it depends on:
+    another placement, mesh or number of ranks changes the pieces or the holders. Tensors are not kept.
 
     Attributes:
-        misses: How often a plan was made.
+        misses: Number of plans made, because none was in the cache.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class WritePlanCache:
         self._plans: dict[tuple[Structure, int], Plan] = {}
 
     def writes_of_rank(self, tensors: Mapping[str, LocalTensor], rank: int) -> dict[str, tuple[Piece, ...]]:
-        """Return the pieces that this rank writes, so that over all ranks every element is written once.
+        """Return the pieces that this rank writes; over all ranks, every element is written exactly once.
 
-        It needs no communication: all that it depends on is known to every rank that holds the same pieces. They are
-        live views, in the order of ``tensors``; a tensor without elements is written by one rank, as one piece without
-        elements.
+        Needs no communication: everything that the plan depends on is known to all ranks that hold the same pieces. The
+        pieces are live views, in the order of ``tensors``; a tensor without elements is written by one rank, as one
+        piece without elements.
         """
         structure = _structure(tensors)
         plan = self._plans.pop((structure, rank), None)
@@ -61,14 +61,14 @@ class WritePlanCache:
             plan = _plan(structure, rank)
             if len(self._plans) == MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-        # The last one used goes to the end, away from where the next one to forget is taken.
+        # The plan used last goes to the end; the first one is the next to be removed.
         self._plans[structure, rank] = plan
         return _pieces(tensors, plan)
 
 
 def _structure(tensors: Mapping[str, LocalTensor]) -> Structure:
     groups: dict[tuple[int, ...], list[Entry]] = {}
-    # Holders can be thousands of numbers, and most tensors have the same object: hash it once.
+    # Holders can be thousands of numbers, and most tensors share one such tuple: it is hashed once.
     known: dict[int, list[Entry]] = {}
     for key in sorted(tensors):
         local = tensors[key]
@@ -94,7 +94,7 @@ def _plan_shared(plan: Plan, entries: tuple[Entry, ...], holders: tuple[int, ...
     total = sum(box.numel * dtype.itemsize for _, dtype, _, boxes in entries for box in boxes)
     writers = min(len(holders), max(1, total // SMALLEST_SHARE))
     position = holders.index(rank)
-    # Fewer writers than holders are spread over them, and so over the machines.
+    # If there are fewer writers than holders, they are spread evenly over the holders, and so over the machines.
     writer = -(-position * writers // len(holders))
     if writer * len(holders) // writers != position:
         return
@@ -116,7 +116,7 @@ def _plan_shared(plan: Plan, entries: tuple[Entry, ...], holders: tuple[int, ...
 
 
 def _between(box: Box, nbytes: int, begin: int, end: int, grain: int) -> Box | None:
-    """Return the parts of the box whose middle is between two places, given in bytes from where the box begins."""
+    """Return the parts of the box whose middles are between ``begin`` and ``end`` (in bytes from the box's begin)."""
     parts, dimension = nbytes // grain, 0
     if parts > 1:
         dimension = cut_dimension(box, parts)

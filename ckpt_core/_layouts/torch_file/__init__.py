@@ -1,1 +1,1 @@
-"""One file that plain ``torch.load`` reads, with a digest of every byte (``docs/format.md``, "torch file")."""
+"""The one-file layout: a file that plain ``torch.load`` reads, with digests of all bytes (``docs/format.md``)."""

@@ -1,7 +1,7 @@
-"""A torch file in the making: where every byte goes, and where it comes from.
+"""Writes torch files: lays out the zip archive, and produces its bytes from staged or live tensors.
 
-Tensors come first, then the pickle, the manifest and the archive's directory. So a tensor's place depends only on the
-tensors' sizes, the copy can start before anything is pickled, and the staged buffer is the file's image.
+Tensors come first, then the pickle, the manifest and the archive's directory. So the offset of a tensor depends only on
+the sizes of the tensors, the copy can start before anything is pickled, and the staged buffer is the image of the file.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ckpt_core.buffers import Move, StagingBuffer, bytes_of
 from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.digest import digest, digest_of_parts
 
-_ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
+_ALIGNMENT = 64  # bytes, as in torch: a memory-mapped tensor can be used in place
 _BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk
-_ARCHIVE_START = b"PK\3\4"  # at which torch looks first
-_VERSION_RECORD = b"3\n"  # of torch's archive format: the newest that uses nothing but stored records
+_ARCHIVE_START = b"PK\3\4"  # the bytes that torch looks at first
+_VERSION_RECORD = b"3\n"  # of torch's archive format: the newest version that needs only stored records
 
 
 @dataclasses.dataclass(frozen=True)
 class _Region:
-    """The layout of the tensors' part of the file; depends on nothing but the sizes, and is kept for the next save."""
+    """The layout of the tensors' part of the file; depends only on their sizes, and is cached for the next save."""
 
     records: tuple[ZipRecord, ...]
     headers: tuple[bytes, ...]
@@ -49,7 +49,7 @@ class _Region:
 
     @functools.cached_property
     def entries(self) -> bytes:
-        """What the archive's directory says of the tensors."""
+        """The entries of the tensors in the archive's directory."""
         return central_entries(self.records)
 
     @functools.cached_property
@@ -75,10 +75,10 @@ def _region(sizes: tuple[int, ...]) -> _Region:
 
 
 class FileImage:
-    """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
+    """The bytes of a torch file, either staged in a buffer or still in the live tensors.
 
-    It can be written while it is being made: :meth:`digested_window` waits for its bytes (``wait_staged`` returns when
-    the buffer is filled up to an offset), and :meth:`tail` comes after :meth:`add_pickle`.
+    It can be written while it is still being staged: :meth:`digested_window` waits for its bytes
+    (``wait_staged(offset)`` returns when the buffer is filled up to an offset). :meth:`tail` needs :meth:`add_pickle`.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class FileImage:
     def add_pickle(
         self, pickle: PickledState, references: list[int], late: list[bytes], step: int | None = None
     ) -> None:
-        """Add everything but the tensors; the thread that writes finishes ``pickle``.
+        """Add everything except the tensors; the writer thread finishes ``pickle``.
 
-        ``references`` are the storages in the order in which the pickle first refers to them; ``late`` the bytes of
-        those that are not in the region.
+        ``references`` are the indices of the storages in the order in which the pickle first refers to them; ``late``
+        has the bytes of the storages that are not in the region.
         """
         self._pickle, self._references, self._late, self._step = pickle, references, late, step
 
@@ -120,7 +120,7 @@ class FileImage:
 
     @property
     def approximate_size(self) -> int:
-        """The file's size in bytes but for its last few kilobytes, and for its pickle while that is not known."""
+        """The file's size in bytes, without its last few kilobytes, and without the pickle until that is known."""
         pickle_size = 0 if self._pickle is None else self._pickle.approximate_size
         return self.region_size + pickle_size + sum(map(len, self._late))
 
@@ -159,7 +159,7 @@ class FileImage:
         return range(first, min(last + 1, len(records)))
 
     def forget_sources(self) -> None:
-        """Let go of the live tensors, all of which were taken."""
+        """Release the live tensors, all of whose bytes were taken."""
         self._sources = []
 
     def tail(self) -> bytes:
@@ -169,7 +169,7 @@ class FileImage:
             for r, found in zip(region.records, self._digests, strict=True)
         ]
         gaps = list(region.gaps)
-        entries = []  # of what is no tensor
+        entries = []  # of the records that are not tensors
         body = bytearray()
         position = region.size
         small = [
@@ -206,14 +206,14 @@ class FileImage:
         return bytes(body) + bytes(covered) + Footer(position, digest(covered)).encode()
 
     def refused_by_default(self) -> dict[str, str]:
-        """Return what the default way of reading will refuse, by key; called when every window was taken."""
+        """Return what torch's default loading will refuse, by key; called when every window was taken."""
         tail = self.tail()
         segments = [(0, _ARCHIVE_START), (self.region_size, tail)]
         return refused_by_default(segments, self.region_size + len(tail), self._pickled)
 
 
 def _put(memory: memoryview, begin: int, position: int, data: bytes) -> None:
-    """Write what there is of ``data``, which is at ``position`` of the file, into the window from ``begin`` on."""
+    """Write ``data``, which is at ``position`` in the file, into the window at ``begin``, as far as it lies in it."""
     first, last = max(begin, position), min(begin + len(memory), position + len(data))
     if first < last:
         memory[first - begin : last - begin] = data[first - position : last - position]
@@ -227,9 +227,9 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class StateLayout:
-    """Where the tensors of a state go, known before anything is pickled or copied.
+    """The offsets of the tensors of a state in the file, known before anything is pickled or copied.
 
-    ``tensors`` are its plain dense ones.
+    ``tensors`` are the plain dense tensors of the state.
     """
 
     def __init__(self, state: Any) -> None:
@@ -240,7 +240,7 @@ class StateLayout:
 
     @property
     def staged_size(self) -> int:
-        """Bytes of the buffer for all of them, never 0: how many buffers there are limits how many saves."""
+        """Size in bytes of the staging buffer; never 0, because the number of buffers limits the number of saves."""
         return max(1, self.region_size)
 
     @property
@@ -249,22 +249,22 @@ class StateLayout:
 
     @functools.cached_property
     def sources(self) -> list[torch.Tensor]:
-        """The bytes of the storages, each storage once."""
+        """The memory of the storages as ``uint8`` tensors, each storage once."""
         return self._table.memories(0, len(self._region.records))
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order: whole storages."""
+        """Yield the copies into ``buffer`` as ``(end, target, source)``, in file order; each is a whole storage."""
         for record, source in zip(self._region.records, self.sources, strict=True):
             at, size = record.offset, record.size
             if size:
                 yield at + size, buffer.tensor[at : at + size], source
 
     def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[Move]:
-        """Yield the same of a state that the host has, without a tensor for each piece."""
+        """Yield the same copies for a state in host memory, as addresses, without making a tensor for each piece."""
         base = buffer.tensor.data_ptr()
         for record, storage in zip(self._region.records, self._storages, strict=True):
             at, size, source = record.offset, record.size, storage.data_ptr() if record.size else 0
-            if size and not source:  # torch says what it thinks of freed memory
+            if size and not source:  # bytes_of makes torch raise its own error for freed memory
                 yield buffer.tensor[at : at + size], bytes_of([storage])[0]
                 continue
             if size <= nbytes:
@@ -274,17 +274,17 @@ class StateLayout:
                 yield base + at + begin, source + begin, min(nbytes, size - begin), storage
 
     def live_image(self) -> FileImage:
-        """Return the image that takes the tensors' bytes from where they are, when they are written."""
+        """Return an image that reads the live tensors when they are written."""
         return FileImage(self._region, self.sources)
 
     def staged_image(self, buffer: StagingBuffer, wait_staged: Callable[[int], None]) -> FileImage:
-        """Return the image that takes the tensors' bytes from ``buffer``, when it is filled so far."""
+        """Return an image that reads the tensors' bytes from ``buffer``, waiting until it is filled far enough."""
         return FileImage(self._region, staged=buffer, wait_staged=wait_staged)
 
     def pickle_into(self, image: FileImage, state: Any) -> None:
-        """Add everything but the tensors of ``state`` to ``image``."""
+        """Pickle ``state``, and add everything except its plain tensors to ``image``."""
         known = len(self._region.records)
         pickle, references = pickle_state(state, self._table)
-        # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
+        # Tensors inside objects that only pickle looks into: found when the layout of the others is already fixed.
         late = [found.cpu().numpy().tobytes() for found in self._table.memories(known)]
         image.add_pickle(pickle, references, late, step_in(state))

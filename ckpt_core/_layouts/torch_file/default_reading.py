@@ -1,7 +1,7 @@
-"""Whether the default way of reading, which runs no code, could read a file that is being written; and if not, why.
+"""Checks whether torch's default loading (``weights_only=True``) can read a file being written, and if not, which keys.
 
-What torch allows depends on the program (``add_safe_globals``), so torch itself is asked. Which keys are to blame is
-found by unpickling with stand-ins in the place of every type and function: no code of the state's own runs.
+What torch allows depends on the program (``add_safe_globals``), so torch itself does the check. The refused keys are
+then found by unpickling with stand-ins in place of every type and function, so that no code from the state runs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ckpt_core._layouts.torch_file.segments import SegmentIO, Segments
 from ckpt_core._layouts.torch_file.storage_collector import without_data
 from ckpt_core.tree import join_key
 
-_LONGEST_INTEGER = 255 * 8 - 1  # bits: what torch's reader takes
+_LONGEST_INTEGER = 255 * 8 - 1  # bits: the largest integer that torch's restricted unpickler accepts
 _REAL = {f"{kind.__module__}.{kind.__name__}": kind for kind in (Counter, OrderedDict, set)}
 _GETATTR = "builtins.getattr"
 _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.long": "builtins.int", "builtins.unicode": "builtins.str"}
 
 
 def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[str, str]:
-    """Return what ``torch.load(weights_only=True)`` would refuse, by key; nothing if it reads the file.
+    """Return what ``torch.load(weights_only=True)`` would refuse, by key; nothing if it can read the file.
 
-    ``segments`` are all of the file but its tensors.
+    ``segments`` are all of the file except its tensors.
     """
     try:
         with without_data():
@@ -43,7 +43,7 @@ def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[st
     try:
         refused = set(get_unsafe_globals_in_checkpoint(io.BufferedReader(SegmentIO(segments, size))))
     except pickle.UnpicklingError:
-        refused = set()  # an integer is to blame
+        refused = set()  # no type is refused: an integer is too large
     try:
         found = dict(_blamed(_Unpickler(io.BytesIO(pickled)).load(), "", refused, set()))
     except Exception:  # noqa: BLE001 - stand-ins cannot do all that the real ones can
@@ -53,7 +53,7 @@ def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[st
 
 class _StandIn:
     name = ""
-    globals: frozenset[str] = frozenset()  # what the pickle asks for to have it
+    globals: frozenset[str] = frozenset()  # the globals that the pickle needs to get the object
 
     def __new__(cls, *parts: Any, **more: Any) -> _StandIn:
         self = super().__new__(cls)
@@ -84,7 +84,7 @@ class _StandIn:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # protocol 2 has the names of Python 2
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # protocol 2 uses the names of Python 2
         full = _OLD_NAMES.get(full, full)
         if full == _GETATTR:
             return _attribute
@@ -95,13 +95,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _attribute(owner: Any, name: str) -> type[_StandIn]:
-    """Return what protocol 2 has no other word for: a class in a class, or a method."""
+    """Stand in for ``getattr``, with which protocol 2 refers to nested classes and methods."""
     parent, needed = getattr(owner, "name", owner), getattr(owner, "globals", _StandIn.globals)
     return type(name, (_StandIn,), {"name": f"{parent}.{name}", "globals": needed | {_GETATTR}})
 
 
 def _blamed(node: Any, key: str, refused: set[str], seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that are to blame, and why; of a container that is in several places, those of the first."""
+    """Yield the refused keys, with the reason; a container that is in several places is reported for the first only."""
     if isinstance(node, (dict, list, tuple)):
         if id(node) in seen:
             return

@@ -1,4 +1,4 @@
-"""Pieces of records go from a file to where they belong, in parallel, each compared with its digest."""
+"""Reads pieces of records from a torch file into tensors, in parallel, and compares each with its digest."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ckpt_core.errors import CheckpointCorruptedError
 from ckpt_core.process.threads import run_parallel
 from ckpt_core.storage.base import FileReader
 
-_LONGEST_RUN = 8 * 2**20  # bytes that are read together for several pieces
+_LONGEST_RUN = 8 * 2**20  # bytes: the longest read for several pieces together
 RESUME_FROM_ANOTHER = "resume from another checkpoint; this one cannot be repaired"
 HashOf = Callable[[memoryview], str]
 
 
 class Piece(NamedTuple):
-    """Piece ``number`` of a record, from ``begin`` to ``end`` in the file, and the tensor that it goes into, as bytes.
+    """Piece ``number`` of a record, at ``begin`` to ``end`` in the file, and the target (the record's tensor as bytes).
 
-    What stands before it, from ``gap`` on, belongs to no record and is read with it.
+    The bytes from ``gap`` to ``begin`` belong to no record, and are read together with the piece.
     """
 
     record: RecordDigests
@@ -35,9 +35,9 @@ class Piece(NamedTuple):
 
 
 def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) -> dict[str, bytes]:
-    """Read and verify pieces, and put each where it belongs.
+    """Read and verify pieces, and write each into its target.
 
-    Returns the bytes that stand before pieces, by the names of the records, not verified.
+    Returns the unverified bytes of the gaps before the pieces, by name of the record.
     """
     gaps: dict[str, bytes] = {}
     pieces = list(pieces)
@@ -58,9 +58,9 @@ def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) ->
 
 
 def _runs(pieces: Iterable[Piece], request_bytes: int) -> Iterator[list[Piece]]:
-    """Yield small neighbours together, for which one request to a store is best, and all others alone."""
+    """Group neighbours that are best read by one request to a store; yield every other piece alone."""
     run: list[Piece] = []
-    is_empty = False  # the run, of all but what stands before its pieces
+    is_empty = False  # whether the run so far has only gaps, because its pieces are empty
     for piece in sorted(pieces, key=lambda piece: piece.begin):
         is_near = run and request_bytes > 0 and piece.gap - run[-1].end <= request_bytes
         if run and not (is_near and (is_empty or piece.end - run[0].gap <= _LONGEST_RUN)):
@@ -104,7 +104,7 @@ def _is_on_device(piece: Piece) -> bool:
 
 
 def _host_memory(piece: Piece) -> torch.Tensor:
-    """Return the memory that the piece is read into: where it belongs, if it is compared only, anywhere."""
+    """Return the memory to read the piece into: its target on the CPU, or new memory if it is only compared."""
     if piece.target is not None and piece.target.device.type == "cpu":
         return _place(piece)
     return torch.empty(piece.end - piece.begin, dtype=torch.uint8)

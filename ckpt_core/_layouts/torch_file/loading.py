@@ -1,9 +1,9 @@
-"""Reading a torch file: every byte is compared with its digest before the caller sees a tensor.
+"""Loads torch files: every byte is compared with its digest before the caller gets a tensor.
 
 ``torch.load`` builds the objects from verified bytes in memory, with empty storages
-(``torch.serialization.skip_data``); then the storages are filled from the file in parallel, each piece checked as it
-arrives. A pickle that needs its tensors' values while it is being read (sparse tensors, objects with a
-``__setstate__``) cannot be loaded so; its file is verified first and then given to ``torch.load`` as it is.
+(``torch.serialization.skip_data``); then the storages are filled from the file in parallel, and each piece is verified
+when it is read. A pickle that needs the values of its tensors while it is loaded (sparse tensors, objects with a
+``__setstate__``) cannot be loaded like this; its file is verified first and then passed to ``torch.load`` as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckpt_core.storage.base import FileReader, ReaderIO
 from ckpt_core.tree import tensors
 from ckpt_core.weights_only import reason_of, refused_in
 
-# A pickle made of nothing but these is built without looking at a tensor's values.
+# A pickle that uses only these globals is built without reading the values of any tensor.
 _PLAIN_GLOBALS = frozenset(
     {
         "collections OrderedDict",
@@ -56,17 +56,17 @@ _PLAIN_GLOBALS = frozenset(
 
 
 _LARGEST_ITEM = 16  # bytes
-_OLD_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of torch before 1.6
-_OLD_PICKLES = 5  # magic number, version, machine, state, names of its storages
+_OLD_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of the format of torch before 1.6
+_OLD_PICKLES = 5  # pickles in such a file: magic number, version, machine, state, names of its storages
 
 
 def load_torch_file(
     reader: FileReader, *, map_location: MapLocation = None, weights_only: bool | None = None
 ) -> tuple[Any, bool]:
-    """Load a torch file; also return whether every byte was verified: files that others wrote hold no digests.
+    """Load a torch file; also return whether every byte was verified (files of other programs have no digests).
 
-    Damage is a ``CheckpointCorruptedError`` that names the tensor, what is no torch file a ``CheckpointFormatError``,
-    and what would run code, where that was not asked for, an ``UnsafeCheckpointError``.
+    Raises a ``CheckpointCorruptedError`` that names the tensor if bytes are damaged, a ``CheckpointFormatError`` if it
+    is not a torch file, and an ``UnsafeCheckpointError`` if loading would run code that the caller did not allow.
     """
     opened = open_torch_file(reader)
     if opened is None:
@@ -94,7 +94,7 @@ def load_torch_file(
         record = by_name[name]
         (memory,) = bytes_of([storage])
         if 0 < record.size - memory.nbytes < _LARGEST_ITEM:
-            # Bytes behind the last element, which older versions have written, and torch does not read.
+            # Bytes after the last whole element, which older versions of this package wrote and torch does not read.
             longer.append((memory, torch.empty(record.size, dtype=torch.uint8)))
             memory = longer[-1][1]
         if memory.nbytes != record.size:
@@ -113,9 +113,9 @@ def load_torch_file(
 
 
 def peek_torch_file(reader: FileReader) -> Any:
-    """Load everything but the tensors' bytes: their shapes and types are right, their values are undefined.
+    """Load everything except the tensors' bytes: shapes and dtypes are correct, values are undefined.
 
-    Costs next to nothing, but for a file that torch before 1.6 wrote: that is loaded whole.
+    Costs very little, except for a file of torch before 1.6, which is loaded as a whole.
     """
     opened = open_torch_file(reader)
     if opened is None:
@@ -126,10 +126,10 @@ def peek_torch_file(reader: FileReader) -> Any:
 
 
 def verify_torch_file(reader: FileReader) -> bool:
-    """Compare every byte of the file with its digest; of a file that another program wrote, with what it has instead.
+    """Compare every byte of the file with its digest; return whether the file has digests.
 
-    Of an archive of ``torch.save`` that is the CRC-32 of each record, of an older file that it can be read to its end.
-    Returns whether there are digests.
+    For a file of another program, checks what there is instead: the CRC-32 of each record for an archive of
+    ``torch.save``; for an older format, that the file can be read to its end.
     """
     opened = open_torch_file(reader)
     if opened is None:
@@ -137,7 +137,7 @@ def verify_torch_file(reader: FileReader) -> bool:
             check_archive_records(reader)
         else:
             _check_old_pickles(reader)
-        with contextlib.suppress(UnsafeCheckpointError):  # what cannot be judged without running its code
+        with contextlib.suppress(UnsafeCheckpointError):  # cannot be checked without running code from the file
             peek_torch_file(reader)
         return False
     with _named_by_key(opened, reader):
@@ -147,13 +147,13 @@ def verify_torch_file(reader: FileReader) -> bool:
 
 @contextlib.contextmanager
 def _named_by_key(opened: OpenedFile, reader: FileReader) -> Iterator[None]:
-    """Let an error about a record say of which key of the state it is."""
+    """Replace an error about a record with one that names the key of the state."""
     try:
         yield
     except CheckpointCorruptedError as error:
         key = None
         if error.key in opened.manifest.storages:
-            with contextlib.suppress(Exception):  # the record's name is better than nothing
+            with contextlib.suppress(Exception):  # without the key, the error with the record's name is raised
                 key = _key_of(error.key, opened, reader)
         if key is None:
             raise
@@ -175,7 +175,7 @@ def _key_of(record: str | None, opened: OpenedFile, reader: FileReader) -> str |
 
 
 class _Anything(dict[Any, Any]):
-    """Stands for every object in a pickle that is only looked through: nothing in it is imported or called."""
+    """Stand-in for every object in a pickle that is only inspected: nothing is imported or called."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Anything:
         return super().__new__(cls)
@@ -196,12 +196,12 @@ class _Anything(dict[Any, Any]):
 
 
 def _attribute(*_: Any) -> type[_Anything]:
-    """Return what protocol 2 has no other word for: a class in a class, or a method."""
+    """Stand in for ``getattr``, with which protocol 2 refers to nested classes and methods."""
     return _Anything
 
 
 class _Glance(pickle.Unpickler):
-    """Builds lists, dictionaries and numbers, at the speed of C, and nothing else."""
+    """Unpickles lists, dictionaries and numbers, at the speed of C; every other object becomes a stand-in."""
 
     def find_class(self, _module: str, name: str) -> Any:
         return _attribute if name == "getattr" else _Anything
@@ -211,16 +211,16 @@ class _Glance(pickle.Unpickler):
 
 
 def glance_at_torch_file(reader: FileReader) -> Any:
-    """Return the plain values of an archive that says nothing of its age; tensors and objects are left out."""
+    """Return the plain values of an archive, without tensors and objects; for archives that have no stamp."""
     pickled = read_pickle(reader)
     try:
         return _Glance(io.BytesIO(pickled)).load()
-    except Exception as error:  # bytes that make no sense fail anywhere in pickle
+    except Exception as error:  # invalid bytes can raise anything in pickle
         raise _unreadable(reader.path, error) from error
 
 
 def _check_old_pickles(reader: FileReader) -> None:
-    """Refuse a file of torch before 1.6 that is cut off, and what is not a torch file at all."""
+    """Raise for a truncated file of torch before 1.6, and for a file that is not a torch file."""
     file = io.BufferedReader(ReaderIO(reader))
     try:
         pickles = [[argument for _, argument, _ in pickletools.genops(file)] for _ in range(_OLD_PICKLES)]
@@ -239,9 +239,9 @@ def _unreadable(path: str, error: Exception) -> CheckpointFormatError:
 
 
 def _build(opened: OpenedFile, reader: FileReader, map_location: MapLocation, weights_only: bool | None) -> Any:
-    """Let torch build the objects from what was read.
+    """Let torch build the objects from the bytes read so far.
 
-    It looks at bytes that may not have been verified; if it refuses them, they are, and the error names the damage.
+    These include gaps that may not be verified yet; if torch fails, they are verified, so that damage is named.
     """
     try:
         return _torch_load(SegmentIO(opened.segments, reader.size), reader.path, map_location, weights_only)
@@ -268,12 +268,12 @@ def _torch_load(file: io.RawIOBase, path: str, map_location: MapLocation, weight
 
 @contextlib.contextmanager
 def translated_errors(path: str) -> Iterator[None]:
-    """Let what torch raises about a file be a :class:`CheckpointError` that names it."""
+    """Turn what torch raises about a file into a :class:`CheckpointError` that names the file."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
+    except Exception as error:  # invalid bytes can raise anything in torch and pickle
         what = refused_in(error)
         if what is None:
             raise _unreadable(path, error) from error

@@ -1,9 +1,9 @@
-"""The manifest of a torch file (which bytes, which digests) and the footer that finds it.
+"""Encodes and decodes the manifest of a torch file (its records and their digests), and the footer that locates it.
 
-The manifest is one more record of the archive. The zip comment at the very end of the file, always ``FOOTER_SIZE``
-bytes, says where the manifest's record begins and holds the digest of everything from there to the comment. So every
-byte of the file is covered: records by their digests, everything between them by the ``structure`` digest, the rest by
-the footer.
+The manifest is one more record of the archive. The footer is the zip comment at the very end of the file; it always has
+``FOOTER_SIZE`` bytes, and holds the offset of the manifest's record and the digest of everything from there to the
+comment. So every byte of the file is covered: records by their digests, everything between them by the ``structure``
+digest, the rest by the footer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FORMAT = "ckpt_core.torch_file"
 _FOOTER = re.compile(rb"ckpt_core torch_file (\d{4}) ([0-9a-f]{16}) ([0-9a-f]{16})")
 FOOTER_SIZE = len(b"ckpt_core torch_file 0001 0123456789abcdef 0123456789abcdef")
 _MAXIMUM_RECORDS = 10_000_000
-_MOST_OTHERS = 1000  # records that the pickle does not refer to as a tensor's; there are three
+_MOST_OTHERS = 1000  # records that are not tensors; this package writes three
 
 
 @dataclasses.dataclass(frozen=True)
 class Footer:
-    """The zip comment."""
+    """The footer of a torch file, stored as the zip comment."""
 
-    tail_offset: int  # where the manifest's record begins, in bytes from the beginning of the file
+    tail_offset: int  # offset of the manifest's record, in bytes from the beginning of the file
     tail_digest: str  # digest of the bytes from there to the comment
 
     def encode(self) -> bytes:
@@ -41,7 +41,7 @@ class Footer:
 
     @classmethod
     def decode(cls, data: bytes, *, path: str) -> Footer | None:
-        """Read the comment; None if the file has no such comment."""
+        """Decode the comment; return None if it is not one of ours."""
         match = _FOOTER.fullmatch(data)
         if match is None:
             return None
@@ -60,20 +60,20 @@ class RecordDigests(NamedTuple):
     """One record of the archive and the digests of its pieces."""
 
     name: str  # name in the archive
-    offset: int  # where its data begins in the file, in bytes
-    size: int  # its length in bytes
+    offset: int  # offset of its data in the file, in bytes
+    size: int  # length in bytes
     digests: tuple[str, ...]  # one for each piece (see pieces)
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What the file holds."""
+    """The manifest of a torch file: its records, storages and digests."""
 
-    records: tuple[RecordDigests, ...]  # all records but the manifest itself, in file order
+    records: tuple[RecordDigests, ...]  # all records except the manifest itself, in file order
     storages: tuple[str, ...]  # record names in the order in which the pickle first refers to them
     structure: str  # digest of all bytes before the manifest's record that belong to no record's data
     algorithm: str = digest.ALGORITHM  # name of the digest algorithm
-    stamp: Stamp = NO_STAMP  # what it says of its own age
+    stamp: Stamp = NO_STAMP  # commit time and training step
 
     def encode(self) -> bytes:
         """Return the manifest as JSON."""
@@ -91,7 +91,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, *, path: str, end: int) -> Manifest:
-        """Read a manifest whose digest was checked, and check that it makes sense; no record reaches beyond ``end``."""
+        """Decode and validate a manifest whose digest was compared; no record may reach beyond the offset ``end``."""
         try:
             document = json.loads(data)
             return dataclasses.replace(cls._checked(document, end), stamp=Stamp.read(data))

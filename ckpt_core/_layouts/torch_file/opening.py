@@ -1,7 +1,7 @@
-"""Opening a torch file: everything but the tensors is read and verified, by few requests.
+"""Opens torch files: reads and verifies everything except the tensors, with few requests.
 
-Our files end with what is not a tensor, so one read of the end brings nearly all of it. What stands right before a
-tensor (its header in the archive, and padding) is left to who reads the tensor.
+In our files, everything that is not a tensor is at the end, so one read gets nearly all of it. The bytes right before a
+tensor (its header in the archive, and padding, called a gap) are read later, together with the tensor.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from ckpt_core.storage.base import FileReader, ReaderIO
 _LOCAL_HEADER_SIZE = 30
 _UTF8_NAMES = 0x0800
 _ENCRYPTED_OR_PATCHED = 0x2061
-_END_BYTES = 256 * 2**10  # the end of most files, and no more than what a store sends while it would answer again
+_END_BYTES = 256 * 2**10  # enough for most files; a store sends it in less time than another request would take
 _LONGEST_END = 64 * 2**20  # bytes
-_LONGEST_TAIL = 2**30  # bytes: four million tensors have less
+_LONGEST_TAIL = 2**30  # bytes: more than four million tensors need
 _LONGEST_GAP = 64 * 2**10  # bytes
 _ARCHIVE_START = b"PK\3\4"
-_PICKLE_START = b"\x80"  # of torch's files before the zip format
+_PICKLE_START = b"\x80"  # the beginning of torch's files before the zip format
 
 
 class OpenedFile(NamedTuple):
-    """A file of which everything was read but the tensors, and what stands right before them."""
+    """A torch file of which everything was read except the tensors and the gaps right before them."""
 
     manifest: Manifest  # verified
-    segments: Segments  # what was read, verified but for the gaps
-    # What was read of the bytes that belong to no record, by the name of the record behind them; before the manifest's
-    # own record, by that name.
+    segments: Segments  # what was read; verified, except for the gaps
+    # The gaps (bytes that belong to no record) read so far, by the name of the record that follows; the last one is
+    # before the manifest's own record.
     gaps: dict[str, bytes]
 
     @property
@@ -68,7 +68,7 @@ class OpenedFile(NamedTuple):
     def read_tensors(self, reader: FileReader, memories: Mapping[str, torch.Tensor]) -> None:
         """Read and verify the rest of the file.
 
-        A tensor's record goes into its memory in ``memories``; those that are not there are only verified.
+        A tensor's record is read into its memory in ``memories``; records without memory there are only verified.
         """
         found: list[Piece] = []
         tensors = set(self.manifest.storages)
@@ -76,7 +76,7 @@ class OpenedFile(NamedTuple):
             if record.name in tensors:
                 before = record.offset if record.name in self.gaps else gap
                 memory = memories.get(record.name)
-                # An empty tensor has no piece, but something before it.
+                # An empty tensor has no piece, but there is a gap before it.
                 whole = list(pieces(record.offset, record.size)) or [(record.offset, record.offset)]
                 for index, (begin, end) in enumerate(whole):
                     found.append(Piece(record, index, begin, end, begin if index else before, memory))
@@ -84,7 +84,7 @@ class OpenedFile(NamedTuple):
         self._check_structure(reader.path, more)
 
     def read_gaps(self, reader: FileReader) -> None:
-        """Read and verify what belongs to no record."""
+        """Read the missing gaps (bytes that belong to no record), and verify all gaps."""
         ends = zip(self.manifest.records, _gap_begins(self.manifest), strict=False)
         missing = [(record, begin) for record, begin in ends if record.name not in self.gaps]
         more: dict[str, bytes] = {}
@@ -103,12 +103,12 @@ class OpenedFile(NamedTuple):
 
 
 def _gap_begins(manifest: Manifest) -> list[int]:
-    """Return where the bytes begin that stand before each record, and before the manifest's own."""
+    """Return the offsets at which the gaps before each record, and before the manifest's own record, begin."""
     return [0, *(record.offset + record.size for record in manifest.records)]
 
 
 def open_torch_file(reader: FileReader) -> OpenedFile | None:
-    """Read and verify all but the tensors and what stands right before them; None if there are no digests of ours."""
+    """Read and verify everything except tensors and the gaps before them; None if the file has no digests of ours."""
     path, size = reader.path, reader.size
     end = _End(reader)
     found = _read_tail(reader, end)
@@ -124,7 +124,7 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
     gaps: dict[str, bytes] = {}
     stops = [*((record.offset, record) for record in manifest.records), (footer.tail_offset, None)]
     for gap, (stop, record) in zip(_gap_begins(manifest), stops, strict=True):
-        # What stands before a tensor is read with it, unless that is too much to be a header and padding.
+        # The gap before a tensor is read later, with the tensor, unless it is too long to be a header and padding.
         if record is None or record.name not in names or stop - gap > _LONGEST_GAP:
             gaps[MANIFEST_NAME if record is None else record.name] = data = end.read(gap, stop)
             segments.append((gap, data))
@@ -135,7 +135,7 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
                 compare(hash_of, cut, record, index, path)
             segments.append((record.offset, data))
     if manifest.records and manifest.records[0].name not in gaps:
-        segments.append((0, _ARCHIVE_START))  # at which torch looks first; what stands there is compared later
+        segments.append((0, _ARCHIVE_START))  # torch looks at these bytes first; the real ones are verified later
     if not {f"{ARCHIVE}/data.pkl", f"{ARCHIVE}/byteorder"} <= {record.name for record in manifest.records} - names:
         raise _damaged("the archive lacks its pickle", path)
     _check_archive(SegmentIO(segments, size), size, path)
@@ -147,18 +147,18 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
             remedy="load it there and save it with torch.save",
         )
     if len(gaps) > len(manifest.records):
-        opened.read_gaps(reader)  # which are all there
+        opened.read_gaps(reader)  # all gaps were read already: this verifies them
     return opened
 
 
 def read_stamp(reader: FileReader) -> Stamp | None:
-    """Return what a file says of its own age, reading no more than its end; None if it holds no digests of ours."""
+    """Return a file's commit time and step, reading only its end; None if the file has no digests of ours."""
     found = _read_tail(reader, _End(reader))
     return None if found is None else Stamp.read(found[2])
 
 
 def _read_tail(reader: FileReader, end: _End) -> tuple[Footer, bytes, bytes] | None:
-    """Return the footer, the verified bytes from the manifest's record on, and those of the manifest."""
+    """Return the footer, the verified bytes from the manifest's record on, and the bytes of the manifest."""
     path, size = reader.path, reader.size
     footer = Footer.decode(end.read(max(0, size - FOOTER_SIZE), size), path=path)
     if footer is None:
@@ -170,7 +170,7 @@ def _read_tail(reader: FileReader, end: _End) -> tuple[Footer, bytes, bytes] | N
         raise _damaged(f"a manifest of {size - footer.tail_offset} bytes is too large", path)
     end.extend(footer.tail_offset)
     tail = end.read(footer.tail_offset, size - FOOTER_SIZE)
-    # The footer is always written with the current algorithm: its own version number covers a change.
+    # The footer always uses the current algorithm: a change would change the version number in the footer.
     if digest_of_parts([tail]) != footer.tail_digest:
         raise _damaged("the manifest differs from what was saved", path)
     name_length, extra_length = struct.unpack_from("<HH", tail, 26)
@@ -180,7 +180,7 @@ def _read_tail(reader: FileReader, end: _End) -> tuple[Footer, bytes, bytes] | N
 
 
 class _End:
-    """The last bytes of a file, read at once: in a file of ours, that is all but the tensors."""
+    """The last bytes of a file, read at once: in our files, that is everything except the tensors."""
 
     def __init__(self, reader: FileReader) -> None:
         if reader.size == 0:
@@ -190,7 +190,7 @@ class _End:
         self._data = _read(reader, self._begin, reader.size)
 
     def extend(self, begin: int) -> None:
-        """Let it begin at ``begin``, if that is before and not too far away."""
+        """Read more, so that the end begins at ``begin``, if that is earlier and not too far away."""
         if 0 < self._begin - begin <= _LONGEST_END:
             self._data = _read(self._reader, begin, self._begin) + self._data
             self._begin = begin
@@ -207,7 +207,7 @@ def _damaged(message: str, path: str) -> CheckpointCorruptedError:
 
 
 def _reject_damaged_or_foreign(reader: FileReader) -> None:
-    """Raise if the file was ours, or a zip archive, and has lost its end, or if torch cannot have written it."""
+    """Raise if the file is one of ours or a zip archive and its end is lost, or if torch cannot have written it."""
     end = _read(reader, max(0, reader.size - WINDOW // 16), reader.size)
     begin = _read(reader, 0, min(reader.size, 4))
     if MANIFEST_NAME.encode() in end:
@@ -225,12 +225,12 @@ def _reject_damaged_or_foreign(reader: FileReader) -> None:
 
 
 def is_archive(reader: FileReader) -> bool:
-    """Return whether a file begins as a zip archive does."""
+    """Return whether a file begins like a zip archive."""
     return _read(reader, 0, min(reader.size, len(_ARCHIVE_START))) == _ARCHIVE_START
 
 
 def check_archive_records(reader: FileReader) -> None:
-    """Compare each record of an archive of ``torch.save`` with its CRC-32, where that was not left out."""
+    """Compare each record of an archive of ``torch.save`` with its CRC-32, unless that was left out."""
     records = _check_archive(ReaderIO(reader), reader.size, reader.path)
 
     def check(record: zipfile.ZipInfo) -> None:
@@ -246,7 +246,7 @@ def check_archive_records(reader: FileReader) -> None:
 
 
 def read_pickle(reader: FileReader) -> bytes:
-    """Return the pickle in an archive of ``torch.save``, not verified."""
+    """Return the unverified pickle of an archive of ``torch.save``."""
     records = _check_archive(ReaderIO(reader), reader.size, reader.path)
     record = next(record for record in records if record.filename.endswith("/data.pkl"))
     header = _read(reader, record.header_offset, min(record.header_offset + _LOCAL_HEADER_SIZE, reader.size))
@@ -269,11 +269,11 @@ def _is_as_written(reader: FileReader, record: zipfile.ZipInfo) -> bool:
     crc = 0
     for first in range(begin, end, WINDOW // 4):
         crc = zlib.crc32(_read(reader, first, min(first + WINDOW // 4, end)), crc)
-    return record.CRC in (crc, 0)  # 0 where torch.serialization.set_crc32_options has left it out
+    return record.CRC in (crc, 0)  # 0 if torch.serialization.set_crc32_options turned it off
 
 
 def _check_archive(file: io.RawIOBase, size: int, path: str) -> list[zipfile.ZipInfo]:
-    """Return the records of an archive; refuse what torch cannot have written, such as one that unpacks to more."""
+    """Return the records of an archive; raise if torch cannot have written it, for example if it is compressed."""
     try:
         with zipfile.ZipFile(io.BufferedReader(file)) as archive:
             records = archive.infolist()

@@ -1,14 +1,13 @@
-"""The pickle inside a torch file: everything but the tensors' bytes.
+"""Pickles a state for a torch file: everything except the tensors' bytes, whose storages are returned separately.
 
-This writes what ``torch.save`` writes, so that ``torch.load`` reads it, but it hands out the storages instead of
-writing them. ``torch.serialization.skip_data`` would do the same; it is an early prototype by its own documentation,
-needs a real file to write to, and takes three times as long (13 against 5 ms for 600 tensors), which the training
-thread would pay.
+The pickle is the one that ``torch.save`` writes, so that ``torch.load`` reads it. ``torch.serialization.skip_data``
+would leave out the bytes, too, but is an early prototype by its own documentation, needs a real file to write to, and
+takes almost three times as long (13 instead of 5 ms for 600 tensors) on the training thread.
 
-Of torch's private names, this package uses ``TypedStorage._pickle_storage_type``, ``_untyped_storage`` and ``_size``
-here (what ``torch.save`` calls for its storage entries), ``UntypedStorage._cdata`` (the identity of a storage that
-several tensors share), and ``_rebuild_tensor_v2``, which the file names for a tensor; and in ``storage_collector`` the
-list of the sparse tensors that a load is going to check.
+Private names of torch used by this package: here ``TypedStorage._pickle_storage_type``, ``_untyped_storage`` and
+``_size`` (which ``torch.save`` calls for its storage entries), ``UntypedStorage._cdata`` (the identity of a storage
+that several tensors share), and ``_rebuild_tensor_v2`` (the function that the pickle names for a tensor); in
+``storage_collector``, the list of sparse tensors that a load is going to validate.
 """
 
 from __future__ import annotations
@@ -40,35 +39,35 @@ _PLAIN_DTYPES = frozenset(
         *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 )
-_ITEM_SIZES = {dtype: dtype.itemsize for dtype in _PLAIN_DTYPES}  # bytes; torch takes longer to say so
-# Named tensors, which torch refuses to save, have gone from newer ones.
+_ITEM_SIZES = {dtype: dtype.itemsize for dtype in _PLAIN_DTYPES}  # bytes; faster than asking torch each time
+# Named tensors, which torch refuses to save, were removed in newer releases.
 _has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_names", None)
 
 
-_Entry = tuple[str, Any, str, str, int]  # what the pickle has in the place of a storage
-# What it has of a plain tensor, but for the storage's number: type, shape, strides, offset, requires_grad, and the
-# storage's place and length.
+_Entry = tuple[str, Any, str, str, int]  # what the pickle contains in place of a storage
+# What the pickle contains for a plain tensor, except the storage's number: dtype, shape, strides, offset,
+# requires_grad, and the location and length of the storage.
 _Described = tuple[Any, ...]
-_DESCRIPTION = 100  # bytes, about
+_DESCRIPTION = 100  # bytes in the pickle for each plain tensor, approximately
 
 
 class StorageTable:
-    """The storages of a state, each once, in the order in which they were met.
+    """The storages of a state, each once, in the order in which they were found.
 
-    Tied tensors and views share a storage and therefore an entry. One without bytes has an entry for each type that is
-    made of it: torch saves those, and reads a mapped file's entry as of the type that it meets first.
+    Tied tensors and views share a storage, and so an entry. A storage without bytes has one entry for each dtype that
+    uses it: torch saves it so, and for a memory-mapped file it reads an entry with the first dtype that it finds.
     """
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
-        self.sizes: list[int] = []  # bytes of each: of whole elements, as the pickle counts them
-        self.plain: list[tuple[int, _Described]] = []  # the plain tensors, by number: with the index of the storage
-        self.numbers: dict[int, int] = {}  # theirs, by identity
-        self._kept: list[torch.Tensor] = []  # so that no other tensor gets the identity of one of these
+        self.sizes: list[int] = []  # size of each storage in bytes, in whole elements, as the pickle counts them
+        self.plain: list[tuple[int, _Described]] = []  # the plain tensors by number: index of the storage, description
+        self.numbers: dict[int, int] = {}  # numbers of the plain tensors, by id()
+        self._kept: list[torch.Tensor] = []  # the plain tensors, kept so that no other tensor gets the same id()
         self._index: dict[Any, int] = {}
-        # Most tensors are described like others: to make memory for each takes longer than to describe it.
+        # Equal descriptions, which are common, share one object: allocating each takes longer than making it.
         self._descriptions: dict[_Described, _Described] = {}
-        self._places: dict[torch.device, str] = {}  # what torch calls them, which it takes long to say
+        self._places: dict[torch.device, str] = {}  # torch's location tags, which are slow to compute
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
         """Return the index of ``storage``, adding it if it is new."""
@@ -84,9 +83,10 @@ class StorageTable:
         return index
 
     def add_plain(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor, adding it if it is new; None if more belongs to it than is described.
+        """Return the number of a plain tensor, adding it if it is new; None if a description does not cover it.
 
-        It is one function because asking torch takes long: of thousands of small tensors, a tenth of copying them.
+        Everything is in one function because calls into torch are slow: for thousands of small tensors, they take a
+        tenth of the time of the copy.
         """
         number = self.numbers.get(id(tensor))
         if number is not None:
@@ -100,7 +100,7 @@ class StorageTable:
             or tensor.is_nested
             or tensor.is_neg()
             or (dtype.is_complex and tensor.is_conj())
-            or tensor._is_zerotensor()  # which has no memory: torch refuses it
+            or tensor._is_zerotensor()  # has no memory: torch refuses to save it
             or tensor._backward_hooks is not None
             or tensor.__dict__
             or (_has_names is not None and _has_names(tensor))
@@ -131,22 +131,22 @@ class StorageTable:
         return place
 
     def memories(self, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
-        """Return the bytes of the storages from number ``begin`` on."""
+        """Return the memory of the storages ``begin`` to ``end`` as ``uint8`` tensors."""
         found = zip(bytes_of(self.storages[begin:end]), self.sizes[begin:end], strict=True)
         return [memory if memory.numel() == size else memory[:size] for memory, size in found]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is plain and dense, and of no other kind (sparse, subclass, meta, ...)."""
+    """Return whether a tensor is plain and dense: not sparse, quantized, on the meta device, or of a subclass."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
 
 
 class PickledState:
-    """A pickle that is still without its tensors; it needs the state no more.
+    """A pickle into which the plain tensors still have to be inserted; it does not need the state any more.
 
-    To put them in takes as long as all before, so it is done where training does not wait for it.
+    Inserting them takes as long as all of the pickling before, so the writer thread does it, in :meth:`finish`.
     """
 
     def __init__(self, dumped: bytes, mark: bytes, plain: Sequence[tuple[int, _Described]], memo_size: int) -> None:
@@ -154,7 +154,7 @@ class PickledState:
         self._dumped, self._mark, self._plain, self._memo_size = dumped, mark, plain, memo_size
 
     def finish(self) -> bytes:
-        """Return what was dumped, with the plain tensors in it."""
+        """Return the complete pickle, with the plain tensors inserted."""
         if not self._plain:
             return self._dumped
         # LONG1, its length, the number, BINPERSID
@@ -175,7 +175,7 @@ class PickledState:
 
 
 def pickle_state(state: Any, table: StorageTable) -> tuple[PickledState, list[int]]:
-    """Pickle ``state`` with its storages taken out; also return these, in the order in which the pickle has them."""
+    """Pickle ``state`` without its storages; also return their indices, in the order in which the pickle has them."""
     stream = io.BytesIO()
     pickler = _StoragePickler(stream, table, {})
     try:
@@ -200,18 +200,18 @@ def pickle_state(state: Any, table: StorageTable) -> tuple[PickledState, list[in
 
 
 class _StoragePickler(pickle.Pickler):
-    """Pickles all but plain tensors, and numbers these; :class:`PickledState` has the pickle of each for its number.
+    """Pickles everything except plain tensors, which become numbers; :class:`PickledState` replaces the numbers later.
 
-    It is what ``Tensor.__reduce_ex__`` would lead to, in a third of the time: that calls Python for each of the
-    twenty-five objects that describe a tensor, which are nearly the same for every one.
+    The result is the same as with ``Tensor.__reduce_ex__``, in a third of the time: that method runs Python code for
+    each of the 25 objects that describe a tensor, nearly all of which are the same for every tensor.
     """
 
     def __init__(self, stream: io.BytesIO, table: StorageTable, references: dict[int, torch.dtype]) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
         self._stream = stream
-        self.references = references  # the type of each storage that was met, in the order of the pickle
+        self.references = references  # the dtype of each storage, by its index, in the order of the pickle
         self._table = table
-        self._mark = os.urandom(7) + b"\1"  # a number that nobody has in a state; its last byte makes it positive
+        self._mark = os.urandom(7) + b"\1"  # random, unlike any number in a state; the last byte makes it positive
         self._first_number = int.from_bytes(b"\0\0\0\0" + self._mark, "little")
 
     def persistent_id(self, obj: Any) -> _Entry | int | None:
@@ -255,11 +255,11 @@ class _StoragePickler(pickle.Pickler):
             )
 
     def finish(self) -> PickledState:
-        """Return what was dumped."""
+        """Return the pickle that was dumped."""
         return PickledState(self._stream.getvalue(), self._mark, self._table.plain, self._memo_size())
 
     def _memo_size(self) -> int:
-        """Return how many values are memorized: the number that the next gets. ``memo`` gives only a copy of itself."""
+        """Return the size of the pickler's memo, found by one more dump; reading ``self.memo`` would copy all of it."""
         begin = self._stream.tell()
         self.dump([])
         self._stream.seek(begin + len(pickle.PROTO + b"\2" + pickle.EMPTY_LIST + pickle.BINPUT))
@@ -267,9 +267,9 @@ class _StoragePickler(pickle.Pickler):
 
 
 class _TensorOpcodes:
-    """The opcodes that build tensors, as ``pickle`` writes them for ``_rebuild_tensor_v2`` and its arguments.
+    """Generates the opcodes that ``pickle`` would write for ``_rebuild_tensor_v2`` and its arguments.
 
-    ``memo_size`` is how many values the pickle around them has memorized.
+    ``memo_size`` is the number of values in the memo of the surrounding pickle.
     """
 
     def __init__(self, memo_size: int) -> None:
@@ -283,7 +283,7 @@ class _TensorOpcodes:
         if known is None:
             memorized = len(self._memorized)
             known = self._build(*described)
-            if len(self._memorized) == memorized:  # it memorizes nothing, so it can stand anywhere
+            if len(self._memorized) == memorized:  # it adds nothing to the memo, so it can be reused anywhere
                 self._known[described] = known
         before, after = known
         return before + _text(b"%d" % index) + after
@@ -310,7 +310,7 @@ class _TensorOpcodes:
             + _integers(shape)
             + _integers(strides)
             + (pickle.NEWTRUE if requires_grad else pickle.NEWFALSE)
-            # the backward hooks: a dictionary of its own, as each loaded tensor has to have
+            # the backward hooks: a new dictionary, because each loaded tensor needs its own
             + self._once(_global(OrderedDict))
             + pickle.EMPTY_TUPLE
             + pickle.REDUCE
@@ -320,7 +320,7 @@ class _TensorOpcodes:
         return before, after
 
     def _once(self, opcodes: bytes) -> bytes:
-        """Return ``opcodes`` the first time, and then those that fetch the value from the memo."""
+        """Return ``opcodes`` plus those that memorize the value; on later calls, those that fetch it from the memo."""
         fetch = self._memorized.get(opcodes)
         if fetch is not None:
             return fetch
@@ -328,7 +328,7 @@ class _TensorOpcodes:
         return opcodes + put
 
     def memorize(self) -> tuple[bytes, bytes]:
-        """Return the opcodes that memorize the value on top of the stack, and those that fetch it again."""
+        """Return the opcodes that memorize the value on top of the stack, and those that fetch it from the memo."""
         at = struct.pack("<I", self._memo_size)
         self._memo_size += 1
         return pickle.LONG_BINPUT + at, pickle.LONG_BINGET + at
@@ -344,7 +344,7 @@ def _text(encoded: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _integer(value: int) -> bytes:
-    return pickle.dumps(value, _PROTOCOL)[2:-1]  # without its header and its end
+    return pickle.dumps(value, _PROTOCOL)[2:-1]  # without the PROTO header and the STOP opcode
 
 
 def _integers(values: Sequence[int]) -> bytes:
@@ -367,7 +367,7 @@ def _unpicklable_key(state: Any) -> str | None:
 
 
 def _stored_as(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in _PLAIN_DTYPES else torch.uint8  # newer ones are types of a tensor, not of its storage
+    return dtype if dtype in _PLAIN_DTYPES else torch.uint8  # newer dtypes have no storage type: torch saves bytes
 
 
 def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
@@ -381,7 +381,7 @@ def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
                 table.add(storage_of(tensor), _stored_as(tensor.dtype))
         except SerializationError:
             key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
-            storage_of(tensor, key=key)  # which says it again, with the key
+            storage_of(tensor, key=key)  # raises the same error with the key
             raise
         dense.append(tensor)
     return dense

@@ -1,4 +1,4 @@
-"""The parts of a file that were read already, as a file: what torch is given to build a state's objects from."""
+"""Presents the parts of a file that were already read as a file object, from which torch builds a state's objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storages that ``torch.load`` builds while it skips their data."""
+"""Runs ``torch.load`` without reading tensor data, and collects the empty storages to fill later."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _UNCHECKED = threading.RLock()  # the setting is one for all threads
 
 @contextlib.contextmanager
 def without_data() -> Iterator[None]:
-    """Let ``torch.load`` build tensors without reading their bytes.
+    """Make ``torch.load`` build tensors without reading their bytes.
 
-    Nor does it check the indices of sparse tensors then, which are not there: neither at the end of this load, where a
-    program has switched ``torch.sparse.check_sparse_tensor_invariants`` on or torch always does it, nor, when this one
-    fails, at the end of the next load of the process, to which torch leaves what it has listed.
+    The indices of sparse tensors are not read either, so torch must not validate them: neither at the end of this load
+    (if the program enabled ``torch.sparse.check_sparse_tensor_invariants``, or torch always does it) nor, if this load
+    fails, at the end of the next load of the process, to which torch leaves the list of what to validate.
     """
     with _UNCHECKED, torch.sparse.check_sparse_tensor_invariants(False), _unlisted(), skip_data():
         yield
 
 
 class _Unlisted(list[Any]):
-    """Takes what other threads list, and not what its own does."""
+    """A list that ignores what the thread that made it appends, and keeps what other threads append."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class _Unlisted(list[Any]):
 
 @contextlib.contextmanager
 def _unlisted() -> Iterator[None]:
-    """Let this thread list no sparse tensors that are to be checked when a load ends.
+    """Keep sparse tensors of this thread out of torch's list of those to validate when a load ends.
 
-    No public name tells torch so where it always checks, as it does since 2.14. It has a list for each thread since
-    2.15, and one for all before.
+    torch validates them always since 2.14, and has no public switch for that. Since 2.15 it has one list per thread;
+    before, one list for all threads.
     """
     owner, name = getattr(torch.serialization, "_serialization_tls", None), "sparse_tensors_to_validate"
     if not hasattr(owner, name):
@@ -65,10 +65,10 @@ def _unlisted() -> Iterator[None]:
 
 
 class StorageCollector:
-    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle.
+    """A ``map_location`` that does what the caller's would do, and collects the storages in the order of the pickle.
 
-    Those that are empty are left out: torch asks for them again wherever the pickle refers to them. So it does for
-    those on the meta device, which are in the list as often.
+    Empty storages are left out, because torch asks for them again at each reference in the pickle. It does the same for
+    storages on the meta device, which are therefore in the list several times.
     """
 
     def __init__(self, map_location: MapLocation, sizes: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class StorageCollector:
     def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         size = self._sizes[len(self.storages)] if len(self.storages) < len(self._sizes) else 0
         if self._are_too_large:
-            # torch 2.8 multiplies by the item's size twice when it skips the data.
+            # torch 2.8 multiplies by the itemsize twice when it skips the data.
             whole = [size // item * item for item in (2, 4, 8, 16) if size // item * item**2 == storage.nbytes() > 0]
             storage = torch.UntypedStorage(whole[0]) if whole else storage
         restored = self._restore(storage, location)
@@ -99,7 +99,7 @@ class StorageCollector:
             where = where.get(location, location)
         elif where is None:
             where = location
-        # torch would copy the bytes that are not there yet, from memory that is not pinned.
+        # torch would copy bytes that are not loaded yet, and from memory that is not pinned.
         empty = default_restore_location(torch.UntypedStorage(0), str(where))
         if type(empty) is torch.UntypedStorage and empty.device.type != "cpu":
             return torch.UntypedStorage(storage.nbytes(), device=empty.device)

@@ -1,6 +1,6 @@
-"""The part of the zip format that a torch file needs: stored records at aligned offsets, sizes beyond 4 GiB, a comment.
+"""Writes the zip structures that a torch file needs: stored records at aligned offsets, sizes beyond 4 GiB, a comment.
 
-Written by hand because the staged buffer is the file image: every record's offset must be known, and its header
+Not with ``zipfile``, because the staged buffer is the file's image: every record's offset must be known, and its header
 written, before its data exists, and the data must never pass through Python. Source: PKWARE's APPNOTE 6.3, sections 4.3
 and 4.5.3.
 """
@@ -17,9 +17,9 @@ _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
 
-_VERSION = 45  # the version of the zip format that has zip64
+_VERSION = 45  # the first version of the zip format with zip64
 _UTF8_NAMES = 0x0800
-_DOS_DATE = 0x0021  # 1 January 1980: the manifest says when it was committed
+_DOS_DATE = 0x0021  # 1 January 1980: the commit time is in the manifest
 _LIMIT32 = 0xFFFFFFFF
 _LIMIT16 = 0xFFFF
 _ZIP64_EXTRA = 1
@@ -30,10 +30,10 @@ class ZipRecord(NamedTuple):
     """One stored file of the archive."""
 
     name: str  # its name in the archive
-    header_offset: int  # where its local header begins, in bytes from the beginning of the file
-    offset: int  # where its data begins
+    header_offset: int  # offset of its local header, in bytes from the beginning of the file
+    offset: int  # offset of its data
     size: int  # length of its data in bytes
-    crc: int = 0  # CRC-32 of the data, or 0 where it was not computed (torch does not check it)
+    crc: int = 0  # CRC-32 of the data, or 0 if it was not computed (torch does not check it)
 
 
 def local_header(name: str, header_offset: int, size: int, *, alignment: int, crc: int = 0) -> tuple[ZipRecord, bytes]:
@@ -42,7 +42,7 @@ def local_header(name: str, header_offset: int, size: int, *, alignment: int, cr
     zip64 = struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size) if size >= _LIMIT32 else b""
     without_padding = header_offset + _LOCAL_HEADER.size + len(encoded) + len(zip64)
     padding = -without_padding % alignment
-    if 0 < padding < 4:  # an extra field is at least its own four bytes
+    if 0 < padding < 4:  # an extra field has a header of four bytes
         padding += alignment
     extra = zip64 + (struct.pack("<HH", _PADDING_EXTRA, padding - 4) + b"\0" * (padding - 4) if padding else b"")
     size32 = min(size, _LIMIT32)
@@ -54,12 +54,12 @@ def local_header(name: str, header_offset: int, size: int, *, alignment: int, cr
 
 
 def central_entries(records: Iterable[ZipRecord]) -> bytes:
-    """Return what the directory says of ``records``."""
+    """Return the entries of ``records`` in the archive's central directory."""
     return b"".join(map(_central_entry, records))
 
 
 def central_end(count: int, size: int, offset: int, comment: bytes) -> bytes:
-    """Return what follows the entries of a directory: ``count`` of them, ``size`` bytes in all, at ``offset``."""
+    """Return the end of a central directory that has ``count`` entries and ``size`` bytes, and begins at ``offset``."""
     end = b""
     if count >= _LIMIT16 or size >= _LIMIT32 or offset >= _LIMIT32:
         end += _ZIP64_END.pack(
