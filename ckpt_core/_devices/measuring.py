@@ -38,7 +38,7 @@ def pinned_copy_rate(device: torch.device, nbytes: int) -> float:
 
 
 def peak_bytes(device: torch.device, *, reset: bool = False) -> int | None:
-    """Return the peak memory of tensors on the device in bytes, since a reset if any; None if it is not counted."""
+    """Return the peak memory of tensors on the device in bytes, since the last reset; None if it is not tracked."""
     peak = None
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         peak = int(torch.accelerator.max_memory_allocated(device))

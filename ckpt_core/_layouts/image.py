@@ -28,7 +28,7 @@ class Memory(Protocol):
 
 
 class Image(Protocol):
-    """The bytes of one file to write: windows of ``WINDOW`` bytes, then a short tail."""
+    """The bytes of one file to write: windows of ``WINDOW`` bytes each, then the tail with all the rest."""
 
     @property
     def region_size(self) -> int:

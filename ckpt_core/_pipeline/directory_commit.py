@@ -22,7 +22,7 @@ from ckpt_core.storage.base import transfer
 _LISTING_SECONDS = 10.0  # a network filesystem may take that long to list what another machine has written
 logger = logging.getLogger(__name__)
 
-_TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # the suffix of file names from a save or copy over an older checkpoint
+_TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # suffix of file names whose plain names an earlier save may have taken
 
 # ---- what is at a path before a save ---------------------------------------------------------------------------------
 

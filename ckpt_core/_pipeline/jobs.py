@@ -156,7 +156,7 @@ class JobQueue:
     def wait(self, path: str | None = None, *, timeout: float | None = None) -> bool:
         """Wait until all jobs submitted so far (of ``path``) are over, failed or not; return False at the timeout.
 
-        In a signal handler, a save that it interrupted and the jobs after it are left out: they cannot end before it.
+        In a signal handler, the interrupted save and the jobs after it are not waited for: they cannot end yet.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         return all(
@@ -171,7 +171,7 @@ class JobQueue:
 
     @property
     def needs_caller(self) -> bool:
-        """Whether no job can end while this thread waits: it runs the jobs, or is in a handler that interrupted us."""
+        """Whether no job can end while this thread waits: it runs the jobs, or its handler interrupted the queue."""
         return self._thread is threading.current_thread() or self._lock._is_owned()  # type: ignore[attr-defined]
 
     def _can_end(self) -> list[Job]:

@@ -60,7 +60,7 @@ class PassedImage:
             self.live.forget_sources()
 
     def is_there(self) -> bool:
-        """Wait until it is known whether the file is already there and need not be written, and return that."""
+        """Return whether the file is already there and need not be written; wait until that is known."""
         return self._windows.is_there(self)
 
 

@@ -117,7 +117,7 @@ class Pipeline:
 
     @property
     def is_inside_a_save(self) -> bool:
-        """Whether this thread is already inside a save that a signal handler interrupted, and cannot wait for it."""
+        """Whether this thread is inside a save (for example in a signal handler), and so cannot wait for that save."""
         return threading.get_ident() in self._saving_threads
 
     @property
@@ -203,7 +203,7 @@ class Pipeline:
         return size
 
     def _fail_together(self, save: Save, snapshot: Snapshot, error: BaseException) -> None:
-        """Report the failure to the other ranks, and raise the same error as they do, unless ``error`` is an exit."""
+        """Report the failure to the other ranks, and raise the same error as they do; after Ctrl-C, only report it."""
         save.is_known = True
         try:
             save.write(snapshot)

@@ -214,9 +214,9 @@ class Snapshot:
     def pass_through(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool] = lambda *_: False
     ) -> list[tuple[str, PassedImage]] | None:
-        """Begin to copy ``files``, in the order of writing, through a buffer smaller than the state; None without one.
+        """Begin to copy ``files`` through a buffer smaller than the state; return None if the buffer is not smaller.
 
-        ``is_there`` is called before a file is copied, and returns whether the file need not be written.
+        ``files`` are in writing order. ``is_there``, called before each is copied, says if it need not be written.
         """
         return None if self._passing is None else self._passing.begin(files, is_there)
 

@@ -1,4 +1,4 @@
-"""Divides replicated tensors among the ranks: each element is written once, about the same number of bytes per rank.
+"""Plans which rank writes what: each element once, about the same number of bytes on every rank that holds them.
 
 Ranks that hold the same pieces see the same list of them, so each can compute its own share without communication. The
 pieces, in the order of their keys, are laid end to end on a line, which is divided into as many equal shares as there

@@ -168,7 +168,7 @@ def read_stamp(data: bytes, *, path: str) -> Stamp:
 
 
 def is_other_programs(file: FileReader) -> bool:
-    """Return whether a file named like a manifest was written by another program than (any version of) this package."""
+    """Return whether another program, and no version of this package, wrote a file that is named like a manifest."""
     begin, end = (
         file.read(0, min(_BEGINNING_SIZE, file.size)),
         file.read(max(0, file.size - _LAST_LINE_SIZE), file.size),
