@@ -96,8 +96,7 @@ def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[in
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of ``tensor`` without gradient, with a dtype that torch can copy bit by bit.
 
-    torch cannot copy some of its dtypes. A lazily conjugated or negated tensor is returned as it is: the copy resolves
-    it.
+    torch cannot copy some of its dtypes. A lazily conjugated or negated tensor is returned as is: the copy resolves it.
     """
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():

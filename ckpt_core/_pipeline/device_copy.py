@@ -54,9 +54,8 @@ class BackgroundCopy:
 
     Tensors are copied on a side stream of their device, after the work already queued on the current stream. The
     calling thread queues the early copies, for which it (with ``overlaps``: its devices) has to wait. A thread of this
-    object queues the late copies, and waits for all; it starts once the caller has pickled, because the two would
-    compete for the GIL at every tensor. However the copy ends, nothing is written to the targets afterwards, and no
-    tensor is referenced.
+    object queues the late copies, and waits for all; it starts after the caller has pickled, to avoid competing for the
+    GIL. However the copy ends, nothing is written to the targets afterwards, and no tensor is referenced.
 
     ``pieces`` are ``(end, target, source)``: two ``uint8`` tensors of the same size, and the offset where they end.
     """

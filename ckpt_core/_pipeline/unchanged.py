@@ -2,8 +2,7 @@
 
 The caller says which tensors are frozen (:attr:`~ckpt_core.Part.frozen`), and those are written into a separate file.
 The content decides: the file is taken over only if every block has the same digest as that block has in the previous
-checkpoint's file. If a tensor that is declared frozen has changed, the file is written again; the saved bytes are never
-wrong.
+checkpoint's file. If a tensor declared as frozen has changed, its file is written again: no wrong byte is ever saved.
 
 Every checkpoint stays complete by itself: a file that is taken over is a hard link or a copy, never a reference. Hard
 links share the blocks of a disk, though, so a block that goes bad would be in all later checkpoints. Therefore a file

@@ -50,9 +50,8 @@ class WritePlanCache:
     def writes_of_rank(self, tensors: Mapping[str, LocalTensor], rank: int) -> dict[str, tuple[Piece, ...]]:
         """Return the pieces that this rank writes; over all ranks, every element is written exactly once.
 
-        Needs no communication: everything that the plan depends on is known to all ranks that hold the same pieces. The
-        pieces are live views, in the order of ``tensors``; a tensor without elements is written by one rank, as one
-        piece without elements.
+        Needs no communication: all ranks that hold the same pieces know all that the plan depends on. The pieces are
+        live views, in the order of ``tensors``; a tensor without elements is written by one rank, as one empty piece.
         """
         structure = _structure(tensors)
         plan = self._plans.pop((structure, rank), None)

@@ -1,8 +1,7 @@
 """Writes safetensors files: lays out the tensors, computes a digest for each block, and produces the bytes.
 
 The header is padded so that the first tensor begins at a multiple of 4096. Tensors whose size is not a multiple of 64
-come last, so that nearly every tensor begins at such a multiple: copies between addresses that are not equal modulo 64
-take 1.5 times as long.
+come last, so that most begin at one: copies between addresses that differ modulo 64 take 1.5 times as long.
 
 A block is the unit in which bytes are verified, and so read. The header is one block. A tensor is cut, from its own
 beginning, into about 64 blocks, so that reading a part of it costs little more than the part. Neighbouring tensors that

@@ -45,8 +45,7 @@ class _Unlisted(list[Any]):
 def _unlisted() -> Iterator[None]:
     """Keep sparse tensors of this thread out of torch's list of those to validate when a load ends.
 
-    torch validates them always since 2.14, and has no public switch for that. Since 2.15 it has one list per thread;
-    before, one list for all threads.
+    torch always validates since 2.14, without a public switch. Its list is per thread since 2.15, and global before.
     """
     owner, name = getattr(torch.serialization, "_serialization_tls", None), "sparse_tensors_to_validate"
     if not hasattr(owner, name):
