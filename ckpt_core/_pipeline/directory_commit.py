@@ -115,7 +115,7 @@ def discard(storage: Storage, path: str, token: str, created: Sequence[str]) -> 
 
 
 def leave(storage: Storage, path: str, token: str) -> None:
-    """Clean up this process's temporary files for a directory; a failure is logged."""
+    """End what ``begin_directory`` began in this process, and clean up after it; a failure is logged."""
     try:
         storage.leave_directory(path, token)
     except CheckpointError as error:

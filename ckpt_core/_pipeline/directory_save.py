@@ -109,7 +109,7 @@ class DirectorySave:
 
     def take(self, snapshot: Snapshot) -> None:
         assert self._state is not None  # until it is closed
-        self._begun = self._begin()  # from here on, write() reports a failure to the other ranks
+        self._begun = self._begin()  # opens the storage: in take(), because its failures reach the other ranks
         try:
             self._metadata = copy.deepcopy(dict(self._state.metadata))
         except Exception:
@@ -144,7 +144,7 @@ class DirectorySave:
     # ---- this rank's files -------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot) -> int:
-        if self._begun is None:  # take() failed early: nothing to clean up, and maybe no storage
+        if self._begun is None:  # take() failed before it had a storage: there is nothing to clean up
             assert snapshot.failure is not None
             return self._joint.refuse(snapshot.failure)
         self._joint.join()

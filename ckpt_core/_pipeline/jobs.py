@@ -188,8 +188,8 @@ class JobQueue:
         """Wait until fewer than ``limit`` saves are under way; raise if one that has to be over by now has failed.
 
         Ranks that save together all raise here: the number of the failed save decides, even if a later save has ended
-        on some of them only. A failure that this rank has already raised in its call of save is not raised again here;
-        see :meth:`raise_late`.
+        on some of them only. A failure that one rank raised in its own call of save is not raised here on the others,
+        but by :meth:`raise_late`.
         """
         while len(saves := [job for job in self.jobs() if job.is_pending]) >= limit:
             if not self.can_end(saves[0]):
@@ -211,9 +211,9 @@ class JobQueue:
         return due
 
     def raise_late(self, limit: int) -> None:
-        """Raise the failure that :meth:`wait_for_turn` left out because this rank had already raised it at once.
+        """Raise a failure that another rank raised in its own call of save, and that :meth:`wait_for_turn` left out.
 
-        Called only when the next save has begun: the other ranks take part in that save and would wait for this one.
+        Called only when the next save has begun: the other rank takes part in that save, and would wait for this one.
         """
         with self._lock:
             if self._raised_elsewhere is None or self._raised_elsewhere[0] > self._begun - limit:
@@ -230,7 +230,7 @@ class JobQueue:
         return None if failed is None else failed[1]
 
     def take_failure(self) -> CheckpointError | None:
-        """Return the oldest failure and forget all; None if there is none, or if failures are only logged."""
+        """Return the oldest failure, and forget the later ones; None if there is none, or failures are only logged."""
         with self._lock:
             failure = self.failure
             if not self._failed:
@@ -239,7 +239,7 @@ class JobQueue:
         return failure
 
     def raise_failure(self) -> None:
-        """Raise the oldest failure and forget all; do nothing if there is none."""
+        """Raise the oldest failure, and forget the later ones; do nothing if there is none."""
         failure = self.take_failure()
         if failure is not None:
             raise failure
@@ -258,7 +258,7 @@ class JobQueue:
             start(thread)
         except RuntimeError:
             return False
-        self._thread = thread  # if Ctrl-C comes before this line, the thread finds that it is not this one, and ends
+        self._thread = thread  # if Ctrl-C skips this line, the thread finds that it is not self._thread, and ends
         at_exit.wait_for(thread)
         return True
 

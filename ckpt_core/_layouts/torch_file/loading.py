@@ -211,7 +211,7 @@ class _Glance(pickle.Unpickler):
 
 
 def glance_at_torch_file(reader: FileReader) -> Any:
-    """Return the plain values of an archive, without tensors and objects; for archives that have no stamp."""
+    """Return the plain values of an archive, without tensors and objects; nothing is verified."""
     pickled = read_pickle(reader)
     try:
         return _Glance(io.BytesIO(pickled)).load()
