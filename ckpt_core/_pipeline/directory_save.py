@@ -77,7 +77,7 @@ class DirectorySave:
         self._pipeline = pipeline
         self._plans = plans
         self._objects: dict[str, str] = {}
-        self._has_place = True  # whether no other job may write files of the same names there
+        self._has_place = True  # whether no other job can be writing files of the same names there
         self._files: RankFiles | None = None
         self._added: AddedFiles | None = None
         self._directory = ""
@@ -144,7 +144,7 @@ class DirectorySave:
     # ---- this rank's files -------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot) -> int:
-        if self._begun is None:  # take() failed before it had a storage: there is nothing to clean up
+        if self._begun is None:  # take() was not called or failed at once: there is nothing to clean up
             assert snapshot.failure is not None
             return self._joint.refuse(snapshot.failure)
         self._joint.join()

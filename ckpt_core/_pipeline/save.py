@@ -170,7 +170,7 @@ class Pipeline:
         return time.perf_counter() - started
 
     def save(self, save: Save, *, started: float, waited: float = 0.0) -> int:
-        """Run a save and return its size: of the checkpoint, or, in the background, of what will be written.
+        """Run a save, and return the size in bytes of the checkpoint or, in the background, of what will be written.
 
         ``started`` is the value of ``time.perf_counter()`` when the training thread stopped for the save; ``waited``
         is the number of seconds since then for which it waited for an earlier save.
