@@ -1,10 +1,10 @@
-"""Other programs' checkpoints: PyTorch's DCP and Hugging Face's safetensors models, read and written.
+"""Read, write and convert other programs' checkpoints: PyTorch's DCP, safetensors models, stock Accelerate.
 
 ``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints.
-``dcp_format``, ``dcp_files``: its own format; ``dcp_extras``: what that has no words for. ``model_files``: a model as
-safetensors files. ``accelerate_files``: directories of stock Accelerate. ``converting``: from any layout into another.
-``flat_names``, ``unconnected_save``, ``streaming``: what they share. ``foreign``: which program's a checkpoint is, and
-whether it is whole. ``into_model``: into a model that is not quite the one that was saved.
+``dcp_format``, ``dcp_files``: DCP's own format; ``dcp_extras``: structure that DCP cannot represent. ``model_files``: a
+model as safetensors files. ``accelerate_files``: directories of stock Accelerate. ``converting``: between all layouts.
+``flat_names``, ``unconnected_save``, ``streaming``: shared code. ``foreign``: which program wrote a checkpoint, and
+whether it is complete. ``into_model``: load a checkpoint into a model that differs from the saved one.
 """
 
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate

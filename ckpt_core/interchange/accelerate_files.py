@@ -1,6 +1,6 @@
-"""Checkpoints of stock Accelerate: the directories of its ``save_state``, read as parts and written from them.
+"""Read and write checkpoints of stock Accelerate: the directories of its ``save_state``, converted to and from parts.
 
-Names of files and keys only: Accelerate need not be installed.
+Only names of files and keys are needed, so Accelerate need not be installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt_core.storage import Storage, storage_for
 from ckpt_core.storage.base import is_directory_checkpoint
 from ckpt_core.tree import tensors
 
-_FORMAT = "accelerate_ckpt"  # as which accelerate_ckpt knows its own
+_FORMAT = "accelerate_ckpt"  # metadata key by which accelerate_ckpt recognizes its own checkpoints
 _OWN = "own"
 _RANDOM = re.compile(r"random_states_([0-9]+)\.pkl")
 _CUSTOM = re.compile(r"custom_checkpoint_([0-9]+)\.pkl")
@@ -39,16 +39,16 @@ _SCALER = "scaler.pt"
 _OF_RANK = re.compile(r"own|custom_[0-9]+")
 _OF_OURS = re.compile(rf"(model|optimizer|scheduler)(_[0-9]+)?|scaler|{_OF_RANK.pattern}")
 _WHOLE_MODEL = "pytorch_model_fsdp.bin"
-_ACCELERATORS = ("cuda", "xpu", "mlu", "sdaa", "musa", "hpu", "neuron")  # whose generators stock saves
+_ACCELERATORS = ("cuda", "xpu", "mlu", "sdaa", "musa", "hpu", "neuron")  # whose generators stock Accelerate saves
 _WORDS = np.zeros(1, np.uint32)
 _OF_NUMPY: list[Any] = [_WORDS.__reduce__()[0], np.ndarray, np.dtype, type(_WORDS.dtype)]
 
 
 def is_stock_accelerate(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
-    """Return whether stock Accelerate's ``save_state`` has written a directory.
+    """Return whether a directory was written by stock Accelerate's ``save_state``.
 
     Args:
-        source: The directory, also a URL.
+        source: Path or URL of the directory.
         storage_options: Passed to fsspec for URLs.
     """
     path = full_path(source)
@@ -61,10 +61,10 @@ def is_stock_accelerate(source: StrPath, storage_options: dict[str, Any] | None 
 def read_stock(
     path: str, storage: Storage, *, weights_only: bool | None = None, memory: DiskMemory | None = None
 ) -> dict[str, Any]:
-    """Return what stock Accelerate has saved, by part, all of it in memory.
+    """Read a checkpoint of stock Accelerate into memory, as a dictionary of parts.
 
-    Parts are ``model``, ``optimizer``, ``scheduler``, with a number from the second on, ``scaler``, ``custom_0`` and so
-    on, ``sampler``, ``dl_state_dict``, and ``random_states``, by rank. A file that is more than data is refused.
+    Parts are ``model``, ``optimizer``, ``scheduler`` (from the second on with a number), ``scaler``, ``custom_0`` and
+    so on, ``sampler``, ``dl_state_dict``, and ``random_states``, by rank. A file with more than plain data is refused.
     """
     names = [os.path.basename(file.path) for file in storage.list(path)]
     found: dict[str, Any] = {}
@@ -100,12 +100,12 @@ def read_stock(
 
 
 def is_file_of_stock(name: str) -> bool:
-    """Return whether a file in such a directory is one of torch's that :func:`read_stock` reads."""
+    """Return whether a file in such a directory is a torch file that :func:`read_stock` reads."""
     return _part_in(name) is not None or _RANDOM.fullmatch(name) is not None
 
 
 def _part_in(name: str) -> str | None:
-    """Return which part a file of torch's holds; None of random states, which are one part for all ranks."""
+    """Return the part that a torch file holds; None for random states, which form one part for all ranks."""
     if (numbered := _NUMBERED.fullmatch(name)) is not None:
         part = "model" if numbered[1] == "pytorch_model" else numbered[1]
         return part + (numbered[2] or "")
@@ -115,7 +115,7 @@ def _part_in(name: str) -> str | None:
 
 
 def _read(storage: Storage, path: str, name: str, weights_only: bool | None, memory: DiskMemory | None) -> Any:
-    # The random states hold an array of NumPy's; Accelerate allows what that needs for all of its files.
+    # The random states hold a NumPy array; Accelerate allows NumPy's types for all of its files.
     allowed = _OF_NUMPY if _RANDOM.fullmatch(name) else []
     with storage.open(f"{path}/{name}") as reader, torch.serialization.safe_globals(allowed):
         return load_torch_file(
@@ -124,9 +124,9 @@ def _read(storage: Storage, path: str, name: str, weights_only: bool | None, mem
 
 
 def parts_of_stock(state: Mapping[str, Any]) -> tuple[list[Part], dict[str, Any]]:
-    """Return the parts and metadata of a directory that ``accelerate_ckpt`` loads, of what stock has saved.
+    """Convert the result of :func:`read_stock` to parts and metadata of a directory that ``accelerate_ckpt`` loads.
 
-    Of the random states, those of rank 0 are taken: the others derive theirs. There is no data position.
+    Only the random states of rank 0 are used: the other ranks derive theirs. There is no data position.
     """
     random_states = state.get("random_states", {})
     custom = [name for name in state if name.startswith("custom_")]
@@ -160,12 +160,12 @@ def parts_of_stock(state: Mapping[str, Any]) -> tuple[list[Part], dict[str, Any]
 
 
 def is_ours_as_file(state: Mapping[str, Any]) -> bool:
-    """Return whether a file was made of a directory of ``accelerate_ckpt``."""
+    """Return whether the state of a file was converted from a directory of ``accelerate_ckpt``."""
     return isinstance(state.get(_FORMAT), Mapping) and isinstance(state.get(_OWN), list)
 
 
 def parts_of_ours(state: Mapping[str, Any], path: str) -> tuple[list[Part], dict[str, Any]]:
-    """Return the parts and metadata of the directory that such a file was made of."""
+    """Return the parts and metadata of the directory from which such a file was converted."""
     ranks = len(state[_OWN])
     if ranks != 1:
         raise StateMismatchError(
@@ -182,7 +182,7 @@ def parts_of_ours(state: Mapping[str, Any], path: str) -> tuple[list[Part], dict
 
 
 def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's random states as plain data, as ``accelerate_ckpt`` has them."""
+    """Convert a rank's random states to plain data in the format of ``accelerate_ckpt``."""
     devices = {
         kind: DeviceGenerators(tuple(states[key]), 0)
         for kind, key in ((kind, f"torch_{kind}_manual_seed") for kind in _ACCELERATORS)
@@ -193,10 +193,10 @@ def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_stock(state: Mapping[str, Any], target: StrPath) -> None:
-    """Write a state as stock Accelerate's ``save_state`` does, for its ``load_state``.
+    """Write a state in the layout of stock Accelerate's ``save_state``, for its ``load_state``.
 
-    The state is one that :func:`load_whole` returns. What is written: models as safetensors, optimizers, schedulers,
-    scaler, registered objects and random states. The data position has no place there.
+    The state is one that :func:`load_whole` returns. Written are models as safetensors, optimizers, schedulers, scaler,
+    registered objects and random states. The layout has no place for the data position.
     """
     parts = _parts(state)
     if not isinstance(parts.get("model"), Mapping):
@@ -230,7 +230,7 @@ def _parts(state: Mapping[str, Any]) -> dict[str, Any]:
         r"(model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]+)?|scaler|custom_[0-9]+|random_states"
     )
     found = {name: value for name, value in state.items() if known.fullmatch(str(name))}
-    # Of a part that each rank has of its own there are as many values, and Accelerate keeps those of one.
+    # A per-rank part is a list with one value for each rank, and Accelerate keeps only one of them.
     found = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
     if isinstance(state.get(_OWN), list):
         found["random_states"] = {rank: own["data"] for rank, own in enumerate(state[_OWN])}
@@ -251,7 +251,7 @@ def _as_stock(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _untied(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model, each once: of tied ones stock's load wants one name, and finds the others."""
+    """Return the tensors of a model, tied ones under one name only: Accelerate's load finds the other names itself."""
     found: dict[str, torch.Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in tensors(model):

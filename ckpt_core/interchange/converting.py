@@ -1,4 +1,4 @@
-"""From any layout into any other: one file, our directories, those of Lightning's and Accelerate's own saves."""
+"""Load a checkpoint of any layout, and convert between layouts: one file, our directories, DCP, stock Accelerate."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def load_whole(
     of_trainer: bool = False,
     memory: DiskMemory | None = None,
 ) -> Any:
-    """Return the state of a checkpoint of any layout, all of it in memory, every byte verified that has a digest.
+    """Return the whole state of a checkpoint of any layout in memory; every byte that has a digest is verified.
 
-    Of a directory that is no Trainer's, that is a dictionary of its parts, and of what is in its part ``root``; of a
-    part that each rank has of its own, a list of what the ranks have. Of a directory of Lightning's sharded strategies
-    (DCP's files and ``meta.pt``), it is what the Trainer collected; of a model in safetensors files, the part
-    ``model``; of a directory of stock Accelerate, its parts
+    For a directory of a Trainer, or of Lightning's sharded strategies (DCP's files and ``meta.pt``), this is the state
+    that the Trainer collected. For any other directory of ours, it is a dictionary of its parts and of the entries of
+    its part ``root``; a per-rank part is a list with one item for each rank. For a model in safetensors files, it has
+    the key ``model``; for a directory of stock Accelerate, its parts
     (:func:`ckpt_core.interchange.accelerate_files.read_stock`).
 
     Args:
@@ -62,16 +62,16 @@ def load_whole(
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for a URL.
         tiers: Look in both tiers.
-        of_trainer: Refuse directories that were not made of a Trainer's checkpoint.
-        memory: Where large tensors go; ordinary memory, if not given.
+        of_trainer: Refuse directories that do not hold a Trainer's checkpoint.
+        memory: Memory for large tensors; ordinary memory, if not given.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointFormatError: It is no Trainer's, and was to be one.
+        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointFormatError: It is not a Trainer's checkpoint, but ``of_trainer`` requires one.
         CheckpointError: It is damaged, or not readable.
     """
     path = full_path(source)
-    wait_for_saves(path)  # of another checkpointer
+    wait_for_saves(path)  # by any checkpointer of this process
     settings: dict[str, Any] = {"strategy": "sync", "storage_options": storage_options, "tiers": tiers}
     with DirectoryCheckpointer(**settings) as directories:
         if directories.exists(path):
@@ -128,7 +128,7 @@ def is_stock_distributed(source: StrPath, storage_options: dict[str, Any] | None
     """Return whether there is a checkpoint in DCP's own format, such as Lightning's sharded strategies write.
 
     Args:
-        source: The directory, also a URL.
+        source: Path or URL of the directory.
         storage_options: Passed to fsspec for URLs.
     """
     path = full_path(source)
@@ -141,11 +141,11 @@ def _load_stock(path: str, storage: Storage, weights_only: bool | None, memory: 
         return state
     with storage.open(f"{path}/{REST_NAME}") as reader:
         rest, _ = load_torch_file(reader, map_location="cpu", weights_only=weights_only)
-    if "state_dict" not in state:  # FSDPStrategy has another name for it than ModelParallelStrategy
+    if "state_dict" not in state:  # FSDPStrategy saves it as "model", ModelParallelStrategy as "state_dict"
         state["state_dict"] = state.pop("model", {})
     numbers = sorted(int(found[1]) for found in map(_OPTIMIZER.fullmatch, state) if found is not None)
     if numbers:
-        # Keyed by names of parameters, whose order in the groups is what load_state_dict goes by.
+        # Their state is keyed by parameter names; load_state_dict matches them by their order in the groups.
         state["optimizer_states"] = [state.pop(f"optimizer_{number}") for number in numbers]
     return {**rest, **state}
 
@@ -159,19 +159,19 @@ def convert_to_file(
 ) -> int:
     """Write a checkpoint of any layout as one file that ``torch.load`` reads, and return its size in bytes.
 
-    Of a Trainer's, that is a file that ``load_from_checkpoint`` takes, and with which a run is resumed; saves of many
-    ranks become one. Of another directory, the file has its step and metadata beside the parts. The state may be larger
-    than memory: its large tensors are on the target's disk meanwhile, in a file without a name. The file is committed
-    now: among other checkpoints, it is the newest.
+    A Trainer's checkpoint becomes a file that ``load_from_checkpoint`` accepts and from which a run can resume; the
+    parts of many ranks are merged. For any other directory, the file has its step and metadata next to the parts. The
+    state may be larger than memory: large tensors are kept in an unnamed file on the target's disk meanwhile. The file
+    gets a new commit time: among other checkpoints, it is the newest.
 
     Args:
         source: Path or URL.
-        target: Path or URL of the file, which is replaced if it is there.
+        target: Path or URL of the file; an existing file is replaced.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
-        CheckpointError: See :func:`load_whole`; or the storage refused.
+        CheckpointError: As for :func:`load_whole`; or the storage refused.
     """
     with (
         _state_on_disk(source, target, weights_only, storage_options) as state,
@@ -182,7 +182,7 @@ def convert_to_file(
 
 
 def beside_parts(path: str, storage_options: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a directory that is no Trainer's notes beside its parts: the metadata, and ``step``."""
+    """Return metadata and ``step`` of a directory checkpoint; empty for a Trainer's checkpoint and other layouts."""
     storage = storage_for(path, storage_options)
     if not is_directory_checkpoint(storage, path):
         return {}
@@ -215,19 +215,19 @@ def convert_to_accelerate(
     weights_only: bool | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint of any layout as a directory that stock Accelerate's ``load_state`` takes.
+    """Write a checkpoint of any layout as a directory that stock Accelerate's ``load_state`` accepts.
 
-    The state may be larger than memory, as for :func:`convert_to_file`. Stock has no place for the data position,
-    gradients of an open window, and registered objects of other ranks than the first: those are left out.
+    The state may be larger than memory, as for :func:`convert_to_file`. Stock Accelerate has no place for the data
+    position, gradients of an open window, and registered objects of ranks other than 0: those are left out.
 
     Args:
-        source: Path or URL, of ``accelerate_ckpt``, or of a Lightning Trainer.
-        target: A local directory in which nothing is yet.
+        source: Path or URL of a checkpoint of ``accelerate_ckpt`` or of a Lightning Trainer.
+        target: A local directory that is empty or does not exist yet.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
-        CheckpointError: See :func:`load_whole`; it has no model; or there is something at the target.
+        CheckpointError: As for :func:`load_whole`; or the checkpoint has no model; or the target is not empty.
     """
     with _state_on_disk(source, target, weights_only, storage_options) as state:
         write_stock(_as_dictionary(state, source), target)
@@ -242,20 +242,20 @@ def convert_to_directory(
 ) -> int:
     """Write a checkpoint of any layout as a directory of safetensors files, and return its size in bytes.
 
-    Of a Trainer's, that is what ``ShardedCheckpointIO`` saves; of a file that was made of a directory of one process of
-    ``accelerate_ckpt``, that directory; otherwise each dictionary of the state becomes a part,
-    and the rest a part ``root``. The state may be larger than memory, as for :func:`convert_to_file`. The
-    directory is committed now: among other checkpoints, it is the newest.
+    A Trainer's checkpoint becomes what ``ShardedCheckpointIO`` saves. A file that was converted from a directory of
+    one process of ``accelerate_ckpt`` becomes that directory again. Otherwise, each dictionary of the state becomes a
+    part, and the rest the part ``root``. The state may be larger than memory, as for :func:`convert_to_file`. The
+    directory gets a new commit time: among other checkpoints, it is the newest.
 
     Args:
         source: Path or URL.
-        target: Path or URL of the directory; a checkpoint that is there is replaced.
+        target: Path or URL of the directory; an existing checkpoint is replaced.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
-        SerializationError: Something in the state is no plain data; it names the key.
-        CheckpointError: See :func:`load_whole`; or the storage refused.
+        SerializationError: Something in the state is not plain data; the error names the key.
+        CheckpointError: As for :func:`load_whole`; or the storage refused.
     """
     path = full_path(source)
     exported = _exported(path, storage_options)
@@ -300,18 +300,18 @@ def convert_to_dcp(
 ) -> None:
     """Write a checkpoint of any layout in DCP's own format.
 
-    What :func:`convert_to_file` and :func:`convert_to_directory` make of that has the same bits. What is no directory
-    of ours is made one first, beside the target, which needs room for it until then.
+    :func:`convert_to_file` and :func:`convert_to_directory` can convert it back with the same bits. A source that is
+    not a directory of ours is first converted to a temporary one next to the target, which needs additional space.
 
     Args:
         source: Path or URL.
-        target: A local directory in which nothing is yet.
+        target: A local directory that is empty or does not exist yet.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
-        SerializationError: Something in the state is no plain data; it names the key.
-        CheckpointError: See :func:`load_whole`; or there is something at the target.
+        SerializationError: Something in the state is not plain data; the error names the key.
+        CheckpointError: As for :func:`load_whole`; or the target is not empty.
     """
     path = full_path(source)
     wait_for_saves(path)
@@ -331,23 +331,23 @@ def import_dcp(
     only: Collection[str] | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> int:
-    """Make a directory checkpoint of one in DCP's own format, and return its size in bytes.
+    """Convert a checkpoint in DCP's own format to a directory checkpoint, and return its size in bytes.
 
-    One tensor, or DCP's part of one, is in memory at a time. No code from the checkpoint is run: its metadata are read
-    by a reader that knows descriptions of tensors only, and its objects by ``torch.load(weights_only=True)``. DCP keeps
-    no digests, so what was damaged before the import stays so. What :func:`convert_to_dcp` wrote comes back as
-    :func:`convert_to_directory` has it.
+    One tensor, or DCP's chunk of one, is in memory at a time. No code from the checkpoint is run: its metadata are read
+    by a reader that accepts only descriptions of tensors, and its objects by ``torch.load(weights_only=True)``. DCP
+    keeps no digests, so damage from before the import is not detected. A checkpoint that :func:`convert_to_dcp` wrote
+    is restored as :func:`convert_to_directory` would write it.
 
     Args:
         source: The DCP checkpoint: a directory or a URL.
-        target: Path or URL of the directory checkpoint, which replaces the one that is there.
-        only: First keys of the state (``"model"``), where not all of it is wanted.
+        target: Path or URL of the directory checkpoint; an existing one is replaced.
+        only: Top-level keys of the state to import (``"model"``); None: all.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
         UnsafeCheckpointError: An object in the checkpoint is not plain data; the error names it.
-        CheckpointFormatError: It is no DCP checkpoint.
-        CheckpointCorruptedError: A file is missing or truncated, or does not hold what the metadata say.
+        CheckpointFormatError: The source is not a DCP checkpoint.
+        CheckpointCorruptedError: A file is missing or truncated, or does not match the metadata.
     """
     if only is None and _exported(full_path(source), storage_options) is not None:
         return convert_to_directory(source, target, storage_options=storage_options)

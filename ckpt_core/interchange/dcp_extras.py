@@ -1,7 +1,7 @@
-"""What DCP has no words for, beside what it has: a directory checkpoint in DCP's format comes back as it was.
+"""Store structure that DCP cannot represent in an extra entry, so that an exported checkpoint can be restored exactly.
 
-DCP knows dictionaries with text for keys, lists and values; it drops empty dictionaries. So an export has one entry
-more, in which the structure of every part is, as in our manifests; its tensors are the other entries.
+DCP has dictionaries with text keys, lists and values, and drops empty dictionaries. So an export has one additional
+entry with the structure of every part, as in our manifests; the tensors are in the other entries.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ckpt_core.interchange.flat_names import EntryPath, entries_of, entry_name
 from ckpt_core.state.kinds import Kind
 from ckpt_core.tree import leaves
 
-STRUCTURE = "__ckpt_structure__"  # the entry's name
+STRUCTURE = "__ckpt_structure__"  # name of the additional entry
 _VERSION = 1
 
 
 def structure(checkpoint: DirectoryReader, states: Iterable[tuple[str, int, EntryPath]]) -> bytes:
-    """Return the entry for states (part, rank, path of the part's state), as DCP stores what is no tensor.
+    """Return the bytes of the structure entry for states (part, rank, path of the part's state), as DCP stores objects.
 
     Raises:
-        SerializationError: Something in the state is no plain data; it names the key.
+        SerializationError: Something in the state is not plain data; the error names the key.
     """
     parts: list[dict[str, Any]] = []
     values: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ def structure(checkpoint: DirectoryReader, states: Iterable[tuple[str, int, Entr
             if id(tensor) not in names:
                 values.append(tensor)
         stored = checkpoint.stored_tensors(part, rank=rank)
-        if len(stored) == len(where):  # tied tensors are one here, whichever of its names is read
+        if len(stored) == len(where):  # tied tensors are stored once, under whichever of their names is read
             first = dict(zip(reversed(stored), reversed(where), strict=True))
             where = [first[number] for number in stored]
         kind = checkpoint.parts[part].kind
@@ -87,17 +87,17 @@ def _put(state: Any, where: tuple[Hashable, ...], value: Any) -> None:
 @dataclasses.dataclass(frozen=True)
 class _Part:
     kind: str
-    ranks: dict[int, tuple[Any, list[str | int]]]  # structure, and where its tensors are
+    ranks: dict[int, tuple[Any, list[str | int]]]  # structure, and for each tensor the entry's name or its index
 
 
 class Exported:
-    """An export, open for reading, with what is asked of a directory checkpoint.
+    """A DCP export of a directory checkpoint, open for reading through the same interface as the original.
 
     Args:
-        path: Of the export, for errors.
-        record: The value of the entry.
+        path: The path of the export, for errors.
+        record: The value of the structure entry.
         entries: All entries of the export, by name.
-        load: Returns the tensor of one, in memory that a function makes, or on a device.
+        load: Returns the tensor of an entry; the second argument is a device, or a function that allocates the tensor.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ class Exported:
             ) from error
 
     def ranks_with(self, part: str) -> tuple[int, ...]:
-        """Return the ranks that have a part of their own under this name."""
+        """Return the ranks that have saved this part."""
         return tuple(sorted(self.parts[part].ranks))
 
     def load(self, part: str, *, rank: int = 0, map_location: Any = None) -> Any:
-        """Return a part of the state; ``map_location`` makes a tensor without values, or is a device."""
+        """Return a part of the state; ``map_location`` is a device, or a function that allocates a tensor."""
         made: dict[str | int, torch.Tensor] = {}
         with self._sense():
             skeleton, where = self.parts[part].ranks[rank]

@@ -1,4 +1,4 @@
-"""DCP's own format, out of our directory checkpoints and into them, one tensor at a time."""
+"""Export directory checkpoints to DCP's own format and import them from it, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -48,42 +48,42 @@ from ckpt_core.interchange.unconnected_save import Chunk, Value, save_alone
 from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage, storage_for
 
-_NAMED = 10  # keys in a message
+_NAMED = 10  # maximum keys in an error message
 _logger = logging.getLogger(__name__)
 
 
 def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
     """Write a directory checkpoint in DCP's own format, which ``torch.distributed.checkpoint.load`` reads as it is.
 
-    It is written by this process alone, one tensor in memory at a time. Names are those of
-    :class:`~ckpt_core.interchange.CkptStorageReader`; but of a per-rank part, all ranks' states are there, with the
-    rank's number behind the part's name: ``rng.0.seed``.
+    This process alone writes it, with one tensor in memory at a time. Names are those of
+    :class:`~ckpt_core.interchange.CkptStorageReader`, except that the states of all ranks are written for a per-rank
+    part, with the rank after the part's name: ``rng.0.seed``.
 
     Args:
         source: The checkpoint's directory or URL.
-        target: A local directory that is not there yet, or is empty.
+        target: A local directory that does not exist yet, or is empty.
         storage_options: Passed to fsspec for a URL.
 
     Raises:
         CheckpointCorruptedError: A byte of ``source`` differs from what was saved. Nothing is left at ``target``.
         SerializationError: DCP cannot write the type of a tensor.
-        StorageError: There is something at ``target`` already, or the disk refused.
+        StorageError: The target is not empty, or the disk refused.
     """
     path = full_path(source)
     storage = storage_for(path, storage_options)
     with DirectoryReader(path, storage) as checkpoint, new_directory(target) as directory:
-        # No copy ahead, one thread: tensors are asked for one after the other.
+        # One thread and no copying ahead, so that DCP requests one tensor after the other.
         writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 dcp_save({}, storage_writer=writer, planner=_ExportPlanner(checkpoint), no_dist=True)
             except CheckpointException as error:
-                raise error.failures[0][0] from error  # the one of this process, whose class says what happened
+                raise error.failures[0][0] from error  # this process's own exception, which has the specific class
 
 
 class _ExportPlanner(SavePlanner):
-    """Gives DCP's writer the entries of a checkpoint, each when it is asked for."""
+    """Save planner that passes the entries of a checkpoint to DCP's writer, loading each on request."""
 
     def __init__(self, checkpoint: DirectoryReader) -> None:
         self._checkpoint = checkpoint
@@ -135,7 +135,7 @@ class _ExportPlanner(SavePlanner):
 
 def _check_type(dtype: torch.dtype, key: str) -> None:
     try:
-        if dtype != torch.bool:  # DCP's writer asks for the size in this way
+        if dtype != torch.bool:  # DCP's writer determines the size in this way
             (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype)
     except TypeError as error:
         raise SerializationError(
@@ -165,7 +165,7 @@ def _item(name: str, value: Any) -> WriteItem:
 def import_entries(
     source: StrPath, target: StrPath, *, only: Collection[str] | None, storage_options: dict[str, Any] | None
 ) -> int:
-    """Make a directory checkpoint of the entries as they are in DCP: keys are text, and every part is sharded."""
+    """Convert the entries of a DCP checkpoint to a directory checkpoint: keys are text, and every part is sharded."""
     origin, path = full_path(source), full_path(target)
     storage = storage_for(origin, storage_options)
     entries = [entry for entry in entries_of_dcp(origin, storage) if entry.path != (STRUCTURE,)]
@@ -218,7 +218,7 @@ def read_dcp(origin: str, storage: Storage, memory: DiskMemory | None = None) ->
 
 
 def _whole(origin: str, storage: Storage, entry: DcpEntry, chunk: TensorMemory, where: Any) -> torch.Tensor:
-    """Return a tensor, in memory that ``where`` makes, or on that device."""
+    """Return the whole tensor of an entry; ``where`` is its device, or a function that allocates it."""
     assert entry.info is not None
     whole: torch.Tensor = where(entry.info) if callable(where) else entry.info.empty(where)
     for box, location in entry.chunks:
@@ -230,7 +230,7 @@ def _whole(origin: str, storage: Storage, entry: DcpEntry, chunk: TensorMemory, 
 
 
 def open_exported(origin: str, storage: Storage) -> Exported | None:
-    """Return what :func:`export_dcp` has made of a checkpoint of ours; None if it is not known to be its work."""
+    """Open a DCP checkpoint that :func:`export_dcp` wrote; None if it has no structure entry."""
     entries = {entry_name(entry.path): entry for entry in entries_of_dcp(origin, storage)}
     about = entries.get(STRUCTURE)
     if about is None or about.info is not None:
@@ -241,17 +241,17 @@ def open_exported(origin: str, storage: Storage) -> Exported | None:
 
 
 def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
-    """Make sure that ``torch.distributed.checkpoint.load`` would run no code from a checkpoint.
+    """Check that ``torch.distributed.checkpoint.load`` would run no code from a checkpoint.
 
-    Its metadata and its objects are read as ``import_dcp`` reads them. Tensors are not read.
+    Metadata and objects are read in the same way as by ``import_dcp``. Tensors are not read.
 
     Args:
         source: The DCP checkpoint: a directory or a URL.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
-        UnsafeCheckpointError: There is more in it than plain data; the error names it.
-        CheckpointFormatError: It is no DCP checkpoint.
+        UnsafeCheckpointError: An object in it is not plain data; the error names it.
+        CheckpointFormatError: The source is not a DCP checkpoint.
         CheckpointCorruptedError: A file is missing or truncated.
     """
     origin = full_path(source)
@@ -263,7 +263,7 @@ def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None)
 
 
 def entries_of_dcp(origin: str, storage: Storage) -> list[DcpEntry]:
-    """Return what is in a checkpoint in DCP's own format; errors as for :func:`check_dcp`."""
+    """Return the entries of a checkpoint in DCP's own format; errors as for :func:`check_dcp`."""
     return read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}")
 
 

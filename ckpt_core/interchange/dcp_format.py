@@ -1,9 +1,9 @@
-"""DCP's own format, read without running code: ``.metadata``, which is a pickle, and the objects in its files.
+"""Read DCP's own format without running code from it: ``.metadata``, which is a pickle, and the objects in its files.
 
-What DCP writes there is not public: the names of its classes, and what is in them. It is known to this file alone, as
-text. No class of torch is made from the file: each known name stands for one of the few shapes below, and every other
-name is refused. A release of torch that writes something else is found by
-``tests/ckpt_core/interchange/test_interchange_files.py``, which reads what it saves.
+The names and fields of the classes that DCP pickles are not public. Only this module knows them, as text. No torch
+class is instantiated from the file: each known name is replaced by one of the few classes below, and every other name
+is refused. ``tests/ckpt_core/interchange/test_interchange_files.py`` reads what DCP saves, and so detects a release of
+torch that writes something else.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ckpt_core.storage.base import ReaderIO
 from ckpt_core.weights_only import refused_in
 
 METADATA_NAME = ".metadata"
-REST_NAME = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
+REST_NAME = "meta.pt"  # Lightning's file next to DCP's: everything except weights and optimizers
 _DCP = "torch.distributed.checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where DCP has put an object: a torch file inside of one of its files."""
+    """Where DCP has stored an object: a torch file inside one of its files."""
 
     file: str  # path of the file in the checkpoint's directory
     offset: int  # where the object begins
@@ -55,12 +55,12 @@ class DcpEntry:
     """An entry of a DCP checkpoint."""
 
     path: EntryPath  # its path in the state
-    info: TensorInfo | None  # type and shape; None where it is no tensor
-    chunks: tuple[tuple[Box, Location], ...]  # the parts of the tensor; one, without a meaning, where it is no tensor
+    info: TensorInfo | None  # type and shape; None if it is not a tensor
+    chunks: tuple[tuple[Box, Location], ...]  # boxes of the tensor; if not a tensor, one location with a dummy box
 
 
 class _Record:
-    """Stands for an object of one of DCP's classes: its fields, and nothing that it could do."""
+    """Replaces an object of one of DCP's classes: holds its fields, but has none of its methods."""
 
     fields: Any = None
 
@@ -80,10 +80,10 @@ class _Bytes(_Record): ...
 
 
 class _Index(_Record):
-    """Of DCP's records, the only one that is a key."""
+    """A ``MetadataIndex``: the only one of DCP's records that is used as a dictionary key."""
 
     def key(self) -> Hashable:
-        offset = self.fields.get("offset")  # what has the default is not in the file
+        offset = self.fields.get("offset")  # fields with their default value are not in the file
         return self["fqn"], None if offset is None else tuple(offset)
 
 
@@ -92,7 +92,7 @@ def _text(*parts: Any) -> str:
 
 
 def _known(*_: Any) -> None:
-    """Stands for what is of no interest: layouts and memory formats."""
+    """Replaces constructors whose results are not used: layouts and memory formats."""
 
 
 _NAMES: dict[tuple[str, str], Callable[..., Any]] = {
@@ -131,7 +131,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_dcp_metadata(data: bytes, *, path: str) -> list[DcpEntry]:
-    """Return what is in a DCP checkpoint, by the bytes of ``.metadata``; refuse more than descriptions of tensors."""
+    """Parse the bytes of ``.metadata`` into the entries of a DCP checkpoint; refuse any class that DCP does not use."""
     try:
         metadata = _Unpickler(data, path).load()
         if not isinstance(metadata, _Metadata):
@@ -139,7 +139,7 @@ def read_dcp_metadata(data: bytes, *, path: str) -> list[DcpEntry]:
         return _entries(metadata)
     except UnsafeCheckpointError:
         raise
-    except Exception as error:  # bytes that make no sense fail anywhere in pickle, and in what is made of them
+    except Exception as error:  # invalid bytes can fail anywhere in pickle, or later in the code that reads the records
         raise CheckpointFormatError(
             f"this is not the metadata file of a DCP checkpoint: {type(error).__name__}: {error}",
             path=path,
@@ -148,7 +148,7 @@ def read_dcp_metadata(data: bytes, *, path: str) -> list[DcpEntry]:
 
 
 def _entries(metadata: _Metadata) -> list[DcpEntry]:
-    # Records are compared by what they are, so that the checkpoint cannot say what is equal.
+    # Records are looked up by their own key(), so that the checkpoint cannot define which are equal.
     where = {index.key(): _location(stored) for index, stored in metadata["storage_data"].items()}
     paths, entries = metadata["planner_data"] or {}, metadata["state_dict_metadata"]
     found = []
@@ -192,7 +192,7 @@ def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     return len(box.shape) == len(shape) and all(end <= extent for end, extent in zip(box.end, shape, strict=True))
 
 
-# ---- what is stored for an entry or a part of one: a whole torch file, somewhere inside of a file --------------------
+# ---- the stored object of an entry or a chunk: a whole torch file, somewhere inside a larger file --------------------
 
 REMEDY = "copy the checkpoint again, or import another one"
 _DATA = re.compile(r"[^/]+/data/[0-9]+")
@@ -200,7 +200,7 @@ _LOCAL_HEADER = 30  # bytes, before name and extra field
 
 
 def load_stored(storage: Storage, directory: str, entry: DcpEntry, location: Location, memory: TensorMemory) -> Any:
-    """Return an object of a DCP checkpoint, which is a tensor where the entry is one; refuse what is not plain data."""
+    """Load an object of a DCP checkpoint, or a chunk of a tensor; refuse objects that are not plain data."""
     return _read_stored(
         storage,
         directory,
@@ -211,7 +211,7 @@ def load_stored(storage: Storage, directory: str, entry: DcpEntry, location: Loc
 
 
 def verify_stored(storage: Storage, directory: str, entry: DcpEntry, box: Box, location: Location) -> None:
-    """Compare what is stored with its CRC-32, and a tensor's type and shape with the metadata; errors as above."""
+    """Compare stored bytes with their CRC-32, and a tensor's type and shape with the metadata; errors as above."""
 
     def compare(section: FileReader) -> None:
         verify_torch_file(section)
@@ -240,7 +240,7 @@ def _read_stored(
     except CheckpointCorruptedError as error:
         error.key = key
         raise
-    except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
+    except Exception as error:  # invalid bytes can fail anywhere in torch and pickle
         if refused_in(error) is not None:
             raise UnsafeCheckpointError(
                 f"the object at {key} is not plain data, and rebuilding it could run arbitrary code",
@@ -271,7 +271,7 @@ def _tensor(section: FileReader, memory: TensorMemory) -> Any:
     if (record.compress_type, record.file_size) != (zipfile.ZIP_STORED, nbytes):
         raise ValueError("its bytes are not those of the tensor")
     dtype, place = found.dtype, (found.storage_offset(), found.shape, found.stride())
-    del found  # torch has made room for it, which was not touched
+    del found  # frees the memory that torch has allocated for it, but not touched
     data = memory.flat(nbytes)
     if nbytes:
         header = bytearray(_LOCAL_HEADER)
@@ -282,7 +282,7 @@ def _tensor(section: FileReader, memory: TensorMemory) -> Any:
 
 
 class _Section(FileReader):
-    """A part of a file, as a file."""
+    """Reader for a section of a file as if it were a file."""
 
     def __init__(self, reader: FileReader, location: Location) -> None:
         self.path = reader.path

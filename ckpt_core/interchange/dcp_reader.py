@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.load`` from our directory checkpoints."""
+"""Storage reader with which ``torch.distributed.checkpoint.load`` loads our directory checkpoints."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ _BATCH = 16 * 2**20  # bytes of tensors that are loaded together
 
 
 class CkptStorageReader(NamedCheckpoint, StorageReader):
-    """Lets ``torch.distributed.checkpoint.load`` read a directory checkpoint, whatever wrote it.
+    """Lets ``torch.distributed.checkpoint.load`` read a directory checkpoint, whichever program wrote it.
 
-    Every rank reads only the bytes that its pieces need, whatever mesh and number of ranks the checkpoint is from, and
-    compares them with their digests. Names begin with the part's: ``{"model": ...}`` is loaded from the part ``model``;
-    entries of the part ``root`` have no prefix. Of a per-rank part, each rank reads its own.
+    Every rank reads only the bytes that its pieces need, for any mesh and number of ranks that saved the checkpoint,
+    and compares them with their digests. Names begin with the part: ``{"model": ...}`` is loaded from the part
+    ``model``; entries of the part ``root`` have no prefix. Each rank reads its own per-rank parts.
 
     Args:
-        path: The checkpoint's directory or URL; ``checkpoint_id=`` of ``load`` comes before it.
-        part: The part that the whole state is loaded from, without a prefix in the names.
-        rank: Whose per-rank parts to read; by default those of this process's rank.
+        path: The checkpoint's directory or URL; ``checkpoint_id=`` of ``load`` overrides it.
+        part: Load the whole state from this part, without a prefix in the names.
+        rank: The rank whose per-rank parts are read; by default this process's rank.
         storage_options: Passed to fsspec for a URL.
-        storage: Where checkpoints are, whatever their path.
+        storage: Use this storage, whatever the path.
 
     Raises:
-        CheckpointError: Out of ``load``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of
-            that has it by rank. A tensor of another type than the saved one is refused, and not rounded.
+        CheckpointError: Raised by ``load``, which wraps every error in a ``CheckpointException``: its ``failures`` has
+            the error by rank. A tensor whose type differs from the saved one is refused, not converted.
 
     Examples:
         >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
@@ -83,19 +83,19 @@ class CkptStorageReader(NamedCheckpoint, StorageReader):
         self._entries: dict[str, tuple[str, Entry]] = {}
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin a load, of another checkpoint if one is named."""
+        """Begin a load, from ``checkpoint_id`` if it is given."""
         if checkpoint_id is not None:
             self._path = full_path(checkpoint_id)
         self._checkpoint = None
         self._entries = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's description of the checkpoint; reads the manifest, and the arrays among the values."""
+        """Return DCP's description of the checkpoint; reads the manifest and arrays that are not tensors."""
         with DirectoryReader(*self._found("load")) as checkpoint:
             self._checkpoint = checkpoint
             rank = self._own_rank()
             names = list(checkpoint.parts) if self._part is None else [self._part]
-            plain = (self._part, ROOT)  # of which names have no prefix
+            plain = (self._part, ROOT)  # parts whose entries' names have no prefix
             states = [(name, rank, () if name in plain else (name,)) for name in names]
             self._entries = {
                 name: (part, entry) for name, (part, _, entry) in entries_by_name(checkpoint, states).items()
@@ -107,7 +107,7 @@ class CkptStorageReader(NamedCheckpoint, StorageReader):
         return rank_of_process() if self._rank is None else self._rank
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: all is known from :meth:`read_metadata`."""
+        """Do nothing: :meth:`read_metadata` has prepared everything."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -118,7 +118,7 @@ class CkptStorageReader(NamedCheckpoint, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan names."""
+        """Load the tensors and values of the plan."""
         by_part: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_part.setdefault(self._entries[item.storage_index.fqn][0], []).append(item)
@@ -169,7 +169,7 @@ def entries_by_name(
 ) -> dict[str, tuple[str, int, Entry]]:
     """Return the entries of states (part, rank, path of the part's state) by their names in DCP, with part and rank.
 
-    What a rank has not saved is left out: DCP says so if it is wanted. Two entries of one name are refused.
+    Parts that a rank has not saved are left out; DCP raises if they are requested. Two entries of one name are refused.
     """
     found: dict[str, tuple[str, int, Entry]] = {}
     for part, rank, prefix in states:
@@ -197,15 +197,15 @@ def load_values(
     tensors: Mapping[tuple[Hashable, ...], LocalTensor],
     values: Sequence[Entry],
 ) -> list[Any]:
-    """Fill tensors of a part, all together, and return entries that are not tensors, with the tensors that they hold.
+    """Fill tensors of a part in one load, and return entries that are not tensors, with the tensors that they contain.
 
-    ``tensors`` are by the keys below the part, ``values`` from the part's structure; ``rank`` says whose, if it is
-    per-rank.
+    ``tensors`` is keyed by the keys below the part; ``values`` are from the part's structure; ``rank`` selects the
+    state of a per-rank part.
     """
     views: dict[int, LocalTensor] = {}
     into: dict[tuple[Hashable, ...], torch.Tensor] = {}
     for where, wanted in tensors.items():
-        into[where] = torch.empty(0)  # stands for the pieces, wherever they are
+        into[where] = torch.empty(0)  # placeholder for the pieces, which ``local`` looks up
         views[id(into[where])] = wanted
     for entry in values:
         for inside, tensor in tensor_paths(entry.value, torch.Tensor):
@@ -220,10 +220,10 @@ def load_values(
 
 
 class TensorBatches:
-    """Tensors of a part, loaded one after the other; small ones that follow each other together.
+    """Loads the tensors of a part one after the other; consecutive small ones are loaded together.
 
-    ``wanted`` are keys below the part, and a tensor of that type and shape, in the order in which they are going to be
-    loaded.
+    ``wanted`` has, for each tensor, its keys below the part and a tensor of that type and shape, in the order in which
+    they will be loaded.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class TensorBatches:
         self._memory = TensorMemory()
 
     def load(self, where: tuple[Hashable, ...]) -> torch.Tensor:
-        """Return a tensor; the others have lost their values if it was not loaded together with them."""
+        """Return a tensor; tensors of earlier batches lose their values."""
         if where not in self._loaded:
             self._loaded.clear()
             self._load_from(self._number_of[where])
@@ -268,6 +268,6 @@ def describe(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     """Return DCP's description of an entry."""
     if not isinstance(value, torch.Tensor):
         return BytesStorageMetadata()
-    # One chunk, wherever the bytes are: which of them a box needs is found out when it is read.
+    # Always one chunk, however the bytes are stored: read_data determines which bytes a box needs.
     chunk = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
     return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])

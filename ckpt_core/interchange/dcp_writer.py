@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.save`` to our directory checkpoints."""
+"""Storage writer with which ``torch.distributed.checkpoint.save`` writes our directory checkpoints."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from ckpt_core.interchange.unconnected_save import Chunk, RankShards, Unconnecte
 from ckpt_core.paths import StrPath, full_path
 from ckpt_core.storage import Storage
 
-_last_saves: dict[str, int] = {}  # by session: the number of the last save that this process took part in
+_last_saves: dict[str, int] = {}  # by session, number of the last save in which this process took part
 
 
 @dataclasses.dataclass(frozen=True)
 class _SaveNumber:
-    """Which save it is, and who takes part; the coordinator tells the ranks in their plans."""
+    """Identifies a save and the rank; the coordinator sends it to each rank in its plan."""
 
-    session: str  # the coordinator's process
-    # Of the save. A rank whose plan has not changed is given none: DCP takes the plan from a save before, and the rank
-    # counts on from there.
+    session: str  # identifies the coordinator's process
+    # Number of the save. If a rank's plan has not changed, DCP uses the plan of an earlier save, with its number; the
+    # rank then counts on from that.
     number: int
     rank: int  # this rank
     world_size: int  # number of ranks
@@ -59,21 +59,21 @@ def _session(process: int) -> str:
 class CkptStorageWriter(NamedCheckpoint, StorageWriter):
     """Lets ``torch.distributed.checkpoint.save`` and ``async_save`` write a directory checkpoint.
 
-    It is committed when all ranks' bytes are durable; until then, and if any rank fails, what was at the path before
-    stays as it is. What is not a tensor must be plain data, since nothing is pickled. Dictionaries at the top of the
-    state, and lists with tensors, are parts of the checkpoint (``{"model": ..., "optimizer": ...}``); what else there
-    is, is the part ``root``.
+    It is committed when all ranks' bytes are durable; until then, and if any rank fails, an earlier checkpoint at the
+    path stays as it is. Values that are not tensors must be plain data, since nothing is pickled. Top-level
+    dictionaries of the state, and lists with tensors, become parts of the checkpoint
+    (``{"model": ..., "optimizer": ...}``); the other values become the part ``root``.
 
     Args:
-        path: The directory or URL; ``checkpoint_id=`` of ``save`` comes before it.
-        part: The part that the whole state becomes.
-        metadata: Plain data to keep with the checkpoint; that of the coordinator counts.
+        path: The directory or URL; ``checkpoint_id=`` of ``save`` overrides it.
+        part: Save the whole state as this part.
+        metadata: Plain data to keep with the checkpoint; only that of the coordinator is used.
         storage_options: Passed to fsspec for a URL.
-        storage: Where checkpoints go, whatever their path.
+        storage: Use this storage, whatever the path.
 
     Raises:
-        CheckpointError: Out of ``save``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of
-            that has it by rank.
+        CheckpointError: Raised by ``save``, which wraps every error in a ``CheckpointException``: its ``failures`` has
+            the error by rank.
 
     Examples:
         >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
@@ -103,21 +103,21 @@ class CkptStorageWriter(NamedCheckpoint, StorageWriter):
         self._cleanup: weakref.finalize[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, such as the one that a process of ``async_save`` gets, is in the middle of no save."""
+        """Give copies, such as the one in a process of ``async_save``, no save in progress."""
         return {**self.__dict__, "_held": None, "_cleanup": None}
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what DCP tells planners about the storage."""
+        """Return the description of the storage that DCP passes to planners."""
         return StorageMeta(checkpoint_id=self._path)
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin a save, of another checkpoint if one is named."""
+        """Begin a save, to ``checkpoint_id`` if it is given."""
         self._end()
         if checkpoint_id is not None:
             self._path = full_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse what cannot end in one checkpoint of all ranks."""
+        """Refuse ``use_collectives=False``, which cannot produce one checkpoint of all ranks."""
         if kwargs.get("use_collectives") is False:
             raise CheckpointError(
                 "use_collectives=False saves a separate checkpoint for each rank, which this storage does not support",
@@ -130,12 +130,12 @@ class CkptStorageWriter(NamedCheckpoint, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the checkpoint, and tell all ranks which save it is; on the coordinator."""
+        """Begin the checkpoint, and add the number of the save to each rank's plan. Called on the coordinator."""
         self._end()
         session = _session(os.getpid())
         number = _last_saves.get(session, 0) + 1
         held = UnconnectedSave(*self._found("save"), f"dcp-{session}-{number}")
-        # DCP does not say that another rank has failed: what is not finished ends with the next save, or this object.
+        # DCP does not report that another rank has failed, so the next save or this object's end abandons this one.
         self._held, self._cleanup = held, weakref.finalize(self, held.abandon)
         return [
             dataclasses.replace(plan, storage_data=_SaveNumber(session, number, rank, len(plans)))
@@ -185,7 +185,7 @@ class CkptStorageWriter(NamedCheckpoint, StorageWriter):
         return chunks, values
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit; on the coordinator, when all ranks have written."""
+        """Commit the checkpoint. Called on the coordinator, when all ranks have written."""
         held = self._held
         if held is None:
             raise RuntimeError("finish() ends a save that prepare_global_plan() of the same writer has begun")
@@ -209,7 +209,7 @@ class CkptStorageWriter(NamedCheckpoint, StorageWriter):
 
 def _chunk(planner: SavePlanner, item: WriteItem, path: EntryPath) -> list[Chunk]:
     data = item.tensor_data
-    assert data is not None  # of an item that is a tensor
+    assert data is not None  # the item is a tensor
     resolved = planner.resolve_data(item)
     if not isinstance(resolved, torch.Tensor):
         raise SerializationError(f"the planner gives no tensor for {item.index.fqn}", key=item.index.fqn)
@@ -236,7 +236,7 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def value_chunks(value: Any, path: EntryPath, *, key: str) -> tuple[Value, list[Chunk]]:
-    """Take apart an entry that is not a tensor, but plain data, maybe with tensors in it."""
+    """Split an entry of plain data into its structure and chunks for the tensors that it contains."""
     skeleton, tensors = encode_plain(value, key=key)
     chunks = []
     for number, (name, tensor) in enumerate(tensors):

@@ -1,9 +1,9 @@
-"""Two ways to name what is in a state: parts and keys here, one flat list of dotted names in DCP.
+"""Convert between our names (parts and keys) and DCP's flat list of dotted names for the entries of a state.
 
-DCP (``torch.distributed.checkpoint``) takes a state apart into entries: it goes down into dictionaries, and into lists
-that hold a tensor or a dictionary; everything else is one entry, named by its path joined with dots. The first key of
-the path is our part, where it can be: ``{"model": {"weight": ...}, "step": 3}`` is the part ``model`` and, for what has
-no dictionary of its own, the part ``root``.
+DCP (``torch.distributed.checkpoint``) splits a state into entries: it descends into dictionaries, and into lists that
+hold a tensor or a dictionary; everything else is one entry, named by its path joined with dots. The first key of the
+path becomes our part, if it is a valid name: ``{"model": {"weight": ...}, "step": 3}`` has the part ``model``, and the
+part ``root`` for entries at the top level.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from ckpt_core._layouts.directory.file_names import check_part_name
 
 ROOT = "root"  # the part whose entries' names do not begin with the part's name
-_MOST_GAPS = 1000  # in a list: what DCP leaves out of it is nothing but empty dictionaries
+_MOST_GAPS = 1000  # missing items in a list; DCP leaves out only empty dictionaries, so there are few
 
 EntryPath = tuple[str | int, ...]
 
@@ -26,9 +26,9 @@ EntryPath = tuple[str | int, ...]
 class Entry:
     """An entry of a state."""
 
-    path: EntryPath  # its path in DCP's words: dictionary keys as text, positions in lists as numbers
-    where: tuple[Hashable, ...]  # the keys themselves, below the part
-    value: Any  # what is there
+    path: EntryPath  # its path as DCP has it: dictionary keys as text, positions in lists as numbers
+    where: tuple[Hashable, ...]  # the original keys, below the part
+    value: Any  # the value at that path
 
 
 def entry_name(path: EntryPath) -> str:
@@ -37,7 +37,7 @@ def entry_name(path: EntryPath) -> str:
 
 
 def split_path(path: EntryPath, part: str | None = None) -> tuple[str, EntryPath]:
-    """Return the part that an entry belongs to (its first key says, if it is not given), and its path there."""
+    """Return the part that an entry belongs to (by default, from its first key), and its path below the part."""
     if part is not None:
         return part, path
     if len(path) > 1 and isinstance(path[0], str) and is_first_key_of_part(path[0]):
@@ -46,7 +46,7 @@ def split_path(path: EntryPath, part: str | None = None) -> tuple[str, EntryPath
 
 
 def is_first_key_of_part(key: Hashable) -> bool:
-    """Return whether what is below a first key of a state becomes a part of that name, and not an entry of ``root``."""
+    """Return whether entries below a top-level key become a part of that name, rather than entries of ``root``."""
     if not isinstance(key, str) or key == ROOT:
         return False
     try:
@@ -75,11 +75,11 @@ def _is_branch(value: Any) -> bool:
 
 
 class _Branch(dict[Any, Any]):
-    """A dictionary that is none of the values."""
+    """A dictionary of the tree itself, as opposed to a dictionary that is a value."""
 
 
 def subtree(values: Mapping[Any, Any]) -> Any:
-    """Return nested dictionaries that hold values at paths (the value itself at an empty one), where that can be."""
+    """Return nested dictionaries with the values at their paths (the value itself for an empty path), or ValueError."""
     root = _Branch()
     for path, value in values.items():
         if not path:
@@ -96,7 +96,7 @@ def subtree(values: Mapping[Any, Any]) -> Any:
 
 
 def nested(values: Mapping[EntryPath, Any]) -> Any:
-    """Return the state that has values at paths in DCP's words; or a ``ValueError``."""
+    """Return the nested state with the values at DCP's paths; raise a ``ValueError`` if the paths contradict."""
     return _with_lists(subtree(values))
 
 

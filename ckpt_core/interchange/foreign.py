@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: which they are, what they hold, and whether they are whole as far as that shows."""
+"""Recognize checkpoints of other programs: which program wrote one, what it holds, and a check of its completeness."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _HEADER = "names, types and sizes agree with the files; safetensors has no diges
 class Foreign:
     """A checkpoint of another program."""
 
-    what: str  # which, in words: `"a Hugging Face model in 2 files"`
-    state: dict[str, Any]  # what it holds, tensors without values
-    model: dict[str, Any]  # of that, the model; everything if none is known
+    what: str  # the kind of checkpoint in words: `"a Hugging Face model in 2 files"`
+    state: dict[str, Any]  # its state, with tensors without values
+    model: dict[str, Any]  # the model in that state; all of the state if its place is unknown
     checked: str  # what `check` compares, in words
-    check: Callable[[], None]  # reads it to its end; raises a `CheckpointError` if it is damaged
+    check: Callable[[], None]  # reads the checkpoint to its end; raises a `CheckpointError` if it is damaged
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _NotRead:
-    """Stands for what is in a checkpoint and was not read."""
+    """Placeholder for an object of a checkpoint that was not read."""
 
     why: str
 
@@ -43,7 +43,7 @@ class _NotRead:
 
 
 def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> Foreign | None:
-    """Return what checkpoint of another program is at a path; None if there is none that ``ckpt convert`` knows.
+    """Recognize the checkpoint of another program at a path; return None if ``ckpt convert`` does not know it.
 
     Args:
         source: A ``.safetensors`` file; a directory of a model in such files, of DCP or of stock Accelerate.
@@ -51,7 +51,7 @@ def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None)
 
     Raises:
         CheckpointCorruptedError: A file is missing, truncated, or its header makes no sense.
-        CheckpointError: It cannot be read.
+        CheckpointError: The checkpoint cannot be read.
     """
     path = full_path(source)
     storage = storage_for(path, storage_options)

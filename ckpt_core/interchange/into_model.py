@@ -1,4 +1,4 @@
-"""Loading what one has into a model that is not quite the one that was saved, with a report of what became of it."""
+"""Load a checkpoint of any layout into a model that may differ from the saved one, and report what was loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckpt_core.tree import tensors
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 _SHOWN = 5
 _ACCELERATE = "accelerate_ckpt"
-# What optimizers keep in the shape of the weight; others keep rows and columns of it.
+# Names of optimizer state that has the shape of the weight; other state may hold statistics of its rows and columns.
 _MOMENTS = frozenset(
     [
         "exp_avg",
@@ -51,17 +51,17 @@ _MOMENTS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What became of a load. Names are those of the model here, unless said otherwise.
+    """Result of :func:`load_into`. Names are those of the live model, except in ``skipped``.
 
     Attributes:
-        path: What was loaded.
-        taken: What has the checkpoint's values now.
-        new: What the checkpoint does not have, and is as it was.
-        skipped: What the checkpoint has and was not taken, by its name there, and why.
-        converted: What was taken and had another type in the checkpoint.
-        optimizer_taken: Parameters whose optimizer state was taken.
-        optimizer_skipped: Why there is no optimizer state of others, by name; of a whole optimizer, by
-            ``optimizer`` or ``optimizer_1``.
+        path: The checkpoint.
+        taken: Tensors of the model that were loaded.
+        new: Tensors of the model that are not in the checkpoint, and were left unchanged.
+        skipped: Tensors of the checkpoint that were not loaded: the reason, by their name in the checkpoint.
+        converted: Loaded tensors that have a different type in the checkpoint: both types, by name.
+        optimizer_taken: Parameters whose optimizer state was loaded.
+        optimizer_skipped: Why the optimizer state of other parameters was not loaded, by name; for a whole optimizer,
+            by ``optimizer`` or ``optimizer_1``.
     """
 
     path: str
@@ -74,7 +74,7 @@ class LoadReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything here has a value of the checkpoint, and all of the checkpoint was taken."""
+        """Whether every tensor of the model was loaded, and every tensor of the checkpoint was used."""
         return not (self.new or self.skipped or self.optimizer_skipped)
 
     def __str__(self) -> str:
@@ -109,33 +109,33 @@ def load_into(
     weights_only: bool | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> LoadReport:
-    """Load a checkpoint of any layout into a model, and into optimizers what of their state still fits.
+    """Load a checkpoint of any layout into a model, and the optimizer state that still fits into optimizers.
 
-    The layout is found out: one file, a directory of this package (of which only what the model needs is read), those
+    The layout is detected: one file, a directory of this package (of which only what the model needs is read), those
     of Lightning's sharded strategies and of stock Accelerate, a Hugging Face model or a ``.safetensors`` file, also of
     PEFT's adapters alone. Nothing is changed unless all checks pass.
 
     Args:
         path: Path or URL.
-        model: Takes the weights; its parameters may be distributed (``fully_shard``).
-        optimizers: Over parameters of the model, in the order in which they were saved. State is taken for parameters
-            whose weights have the same shape, where it is certain whose it is; learning rates and other settings stay
-            those given here.
-        rename: From names in the checkpoint to names here: a mapping of names or of their first parts
-            (``{"backbone.": "encoder."}``, ``{"model.": ""}``; None leaves out), the longest one that fits; or a
-            function that returns the new name, or None.
-        strict: Whether all names must be on both sides.
-        partial: Take what fits: names may be on one side only, and shapes may differ.
+        model: Receives the weights; its parameters may be distributed (``fully_shard``).
+        optimizers: Optimizers of the model's parameters, in the order in which they were saved. State is loaded for
+            parameters whose weights have the same shape, if it is certain which state belongs to which parameter;
+            learning rates and other settings of the given optimizers stay.
+        rename: How to convert names in the checkpoint to names in the model: a mapping of names or prefixes
+            (``{"backbone.": "encoder."}``, ``{"model.": ""}``; None leaves out), of which the longest match is used;
+            or a function that returns the new name, or None.
+        strict: Whether checkpoint and model must have the same names.
+        partial: Load what fits: names may be on one side only, and shapes may differ.
         part: Where the model is in the checkpoint: a key of a file (``"ema"``), a part of a directory.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for URLs.
 
     Returns:
-        What was taken, skipped and new.
+        Which tensors were loaded, skipped or not in the checkpoint.
 
     Raises:
-        StateMismatchError: It does not fit, and was to; the message says what to give.
-        CheckpointError: It is missing, damaged, or holds no model.
+        StateMismatchError: The checkpoint does not fit as ``strict`` and ``partial`` require; the message has a remedy.
+        CheckpointError: The checkpoint is missing, damaged, or holds no model.
 
     Examples:
         >>> import os, tempfile, torch
@@ -192,7 +192,7 @@ def _refuse_flat(model: torch.nn.Module) -> None:
 
 
 class _State:
-    """A checkpoint that is in memory."""
+    """A checkpoint whose whole state is in memory, as a source for a load."""
 
     def __init__(self, state: Any, part: str | None, path: str, *, is_ordered: bool) -> None:
         self._state = state
@@ -217,7 +217,7 @@ class _State:
 
 
 class _Directory:
-    """A directory of ours, of which only what is wanted is read."""
+    """A directory checkpoint of this package, of which only the needed tensors are read."""
 
     def __init__(self, opened: DirectoryCheckpoint, part: str | None, path: str) -> None:
         self._opened = opened
@@ -274,7 +274,7 @@ def _opened(
             with directories.load(path, weights_only=weights_only) as opened:
                 yield _Directory(opened, part, path)
             return
-    # Safetensors files have their tensors in an order of their own.
+    # Safetensors files do not keep the tensors in the order of the model.
     is_ordered = not (
         is_stock_accelerate(path, storage_options) or holds_model(path, storage_for(path, storage_options))
     )
@@ -297,10 +297,10 @@ def _model_in(state: Any, part: str | None, path: str) -> Mapping[str, Any]:
 
 
 def _placed(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor as the target has it: its type, device, and this rank's piece."""
+    """Return a whole tensor distributed like the target, so that this rank has its piece; unchanged if it is plain."""
     if not isinstance(target, DTensor):
         return value
-    # Every rank has all of it: nothing need be sent.
+    # Every rank has the whole tensor, so nothing needs to be sent.
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
@@ -310,21 +310,21 @@ def _placed(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @dataclasses.dataclass
 class _Plan:
     path: str
-    targets: dict[str, torch.Tensor]  # of the model, by name here
-    here: dict[str, str]  # names here of all of the checkpoint that has one, by name there
-    taken: dict[str, str]  # the same, of what fits
+    targets: dict[str, torch.Tensor]  # tensors of the model, by their name in the model
+    here: dict[str, str]  # name in the model, by name in the checkpoint, of all tensors that are in both
+    taken: dict[str, str]  # the same, of those whose shape fits
     new: tuple[str, ...]
     skipped: dict[str, str]
-    misfits: dict[str, str]  # those of the skipped that have a place here
+    misfits: dict[str, str]  # of ``skipped``, the tensors that are in the model with a different shape
     converted: dict[str, str]
     extra: dict[str, Any]
     saved: Mapping[str, Any]
-    buffers: frozenset[str]  # names there
-    parameters: dict[int, str]  # names here, by id
+    buffers: frozenset[str]  # names in the checkpoint
+    parameters: dict[int, str]  # names in the model, by id of the parameter
     is_ordered: bool  # whether the checkpoint's names are in the order of the model that was saved
 
     def check(self, *, strict: bool, partial: bool) -> None:
-        """Raise where the checkpoint does not fit, unless that was allowed."""
+        """Raise StateMismatchError if the checkpoint does not fit the model as ``strict`` and ``partial`` require."""
         problems = [] if partial else [f"{name}: {why}" for name, why in self.misfits.items()]
         if strict:
             problems += [f"{name} is not in the checkpoint" for name in self.new]
@@ -352,7 +352,7 @@ class _Plan:
 
 
 def _first_parts(names: Iterable[str], others: Container[str]) -> str | None:
-    """Return with what most of the names begin of which the rest is one of the others: ``"module._orig_mod."``."""
+    """Return the prefix without which most ``names`` would be in ``others``, such as ``"module._orig_mod."``."""
     dots = ((name, dot.end()) for name in names for dot in re.finditer(r"\.", name))
     found = collections.Counter(name[:end] for name, end in dots if name[end:] in others)
     return max(found, key=lambda prefix: found[prefix]) if found else None
@@ -391,7 +391,7 @@ def _plan(source: _State | _Directory, model: torch.nn.Module, rename: Rename | 
             plan.taken[name] = here
             if value.dtype != target.dtype:
                 plan.converted[name] = f"{str(value.dtype)[6:]} to {str(target.dtype)[6:]}"
-    # One of the names of a tied weight is enough.
+    # A tied weight is loaded if the checkpoint has one of its names.
     filled = {id(state[here]) for here in plan.taken.values()}
     plan.new = tuple(name for name in targets if id(state[name]) not in filled)
     tied = {id(state[here]) for here in plan.here.values()}
@@ -400,7 +400,7 @@ def _plan(source: _State | _Directory, model: torch.nn.Module, rename: Rename | 
 
 
 def _adapters(model: torch.nn.Module, targets: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of PEFT's adapters by those under which PEFT saves them: without the name of the adapter."""
+    """Map the names under which PEFT saves tensors (without the adapter's name) to their names in the model."""
     found = {}
     for adapter in getattr(model, "peft_config", None) or ():
         for name in targets:
@@ -430,12 +430,12 @@ def _renamed(name: str, rename: Rename | None) -> str | None:
 
 @dataclasses.dataclass
 class _OptimizerMatch:
-    state: dict[int, Any]  # by the parameter's number here
+    state: dict[int, Any]  # by the parameter's number in the live optimizer
     taken: list[str]
     skipped: dict[str, str]
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer the state; its settings stay."""
+        """Load the state into the optimizer; its settings stay."""
         if not self.state:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -457,11 +457,11 @@ def _copied(found: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]
 
 
 def _match_optimizer(state: Any, optimizer: torch.optim.Optimizer, plan: _Plan, index: int) -> _OptimizerMatch:
-    """Return which state of a saved optimizer belongs to which parameter here.
+    """Match the state of a saved optimizer to the parameters of a live one.
 
-    Saved state is by numbers, in an order that only the program knew. It is certain where the optimizer here, made by
-    the same rule, has in each group as many parameters that the checkpoint knows as the group there; or where there is
-    one group with as many as the model there has parameters.
+    Saved state is keyed by numbers, in an order that only the saving program knew. A match is certain if each group of
+    the live optimizer has as many parameters that are in the checkpoint as the saved group; or if there is one saved
+    group with as many parameters as the saved model.
     """
     label = indexed("optimizer", index)
     if not isinstance(state, Mapping) or "param_groups" not in state or "state" not in state:
@@ -489,10 +489,10 @@ def _match_optimizer(state: Any, optimizer: torch.optim.Optimizer, plan: _Plan, 
 
 
 def _saved_names(saved: Mapping[str, Any], here: list[list[str | None]], plan: _Plan) -> dict[Any, str] | None:
-    """Return the checkpoint's names of its optimizer's parameters, by the keys of the state; None if uncertain."""
+    """Return the name of each parameter in a saved optimizer, by the keys of its state; None if uncertain."""
     groups, state = saved["param_groups"], saved["state"]
     flat = [key for group in groups for key in group["params"]]
-    if all(isinstance(key, str) for key in flat):  # of FSDP, and of get_optimizer_state_dict
+    if all(isinstance(key, str) for key in flat):  # saved by FSDP or get_optimizer_state_dict
         return {key: key for key in flat}
     for names in _candidates(groups, here, plan):
         if len(names) == len(flat) and all(
@@ -503,7 +503,7 @@ def _saved_names(saved: Mapping[str, Any], here: list[list[str | None]], plan: _
 
 
 def _candidates(groups: Sequence[Mapping[str, Any]], here: list[list[str | None]], plan: _Plan) -> Iterator[list[str]]:
-    if all("param_names" in group for group in groups):  # of optimizers that were made of named_parameters()
+    if all("param_names" in group for group in groups):  # the optimizer was created with named_parameters()
         yield [name for group in groups for name in group["param_names"]]
     there = {name: saved for saved, name in plan.here.items()}
     by_rule = [[there[name] for name in group if name in there] for group in here]
@@ -521,7 +521,7 @@ def _candidates(groups: Sequence[Mapping[str, Any]], here: list[list[str | None]
 
 
 def _is_of(state: Mapping[str, Any], weight: Any) -> bool:
-    """Return whether an optimizer's state of one parameter can belong to a weight, by its shapes."""
+    """Return whether the optimizer state of one parameter can belong to a weight, judging by shapes."""
     return isinstance(weight, torch.Tensor) and all(
         value.shape == weight.shape
         for key, value in state.items()

@@ -1,7 +1,7 @@
-"""A model as safetensors files in the way of Hugging Face, out of our checkpoints and into them, one tensor at a time.
+"""Export a model to Hugging Face's safetensors files and import it from them, with one tensor in memory at a time.
 
-``model.safetensors``; or, where that would be too large, ``model-00001-of-00002.safetensors`` and so on, with
-``model.safetensors.index.json`` that says which tensor is in which of them.
+The file is ``model.safetensors``; if that would be too large, ``model-00001-of-00002.safetensors`` and so on, with
+``model.safetensors.index.json``, which records the file of each tensor.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from ckpt_core.state.trainer_parts import buffers_apart
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 from ckpt_core.storage.base import MANIFEST_NAME, is_directory_checkpoint
 
-DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
+DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as in transformers
 _NAME = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_ADAPTERS = "adapter_model.safetensors"  # PEFT's, of a model that is somewhere else
+_ADAPTERS = "adapter_model.safetensors"  # PEFT's file of adapters only, without the base model
 _OURS = re.compile(r"rank-\d{5,}-of-\d{5,}.*\.digests")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
-MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
-_SURROGATE = re.compile("[\ud800-\udfff]")  # which JSON can hold, and the readers of safetensors refuse
+MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # usual keys of the model in a file
+_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but refused by readers of safetensors
 _LARGEST_INDEX = 2**28  # bytes
 
 
@@ -71,19 +71,19 @@ def export_model(
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     storage_options: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Write the tensors of a model as safetensors files that ``from_pretrained`` and any other program reads.
+    """Write the tensors of a model as safetensors files that ``from_pretrained`` and other programs can read.
 
-    Of a directory checkpoint, one tensor is in memory at a time. Of a torch file (``.ckpt``) on a local disk too: every
-    byte is verified first, then the file is mapped into memory; of one on an object store, all of it is in memory.
+    For a directory checkpoint, one tensor is in memory at a time. For a torch file (``.ckpt``) on a local disk, too:
+    every byte is verified first, then the file is mapped into memory. A torch file on an object store is loaded whole.
 
     Args:
         source: A directory checkpoint or a torch file; path or URL.
-        target: A local directory that is not there yet, or is empty.
-        part: Where the model is: a part of the checkpoint, or a key of the torch file. Unless given, it is looked for
-            under the usual names; a file of nothing but a ``state_dict`` is one. What is no tensor is left out.
-        prefix: Only tensors whose names begin so, without it: ``"model."`` for a LightningModule that holds the model
-            there.
-        max_shard_size: Bytes of tensors in one file; a tensor that is larger has one of its own.
+        target: A local directory that does not exist yet, or is empty.
+        part: Where the model is: a part of the checkpoint, or a key of the torch file. By default, the usual names are
+            tried; a file may also be a bare ``state_dict``. Values that are not tensors are left out.
+        prefix: Export only tensors whose names begin with this, and remove it: ``"model."`` for a LightningModule that
+            holds the model in that attribute.
+        max_shard_size: Maximum bytes of tensors in one file; a larger tensor has its own file.
         storage_options: Passed to fsspec for a URL.
 
     Returns:
@@ -92,8 +92,8 @@ def export_model(
     Raises:
         CheckpointCorruptedError: A byte of ``source`` differs from what was saved. Nothing is left at ``target``.
         CheckpointNotFoundError: The checkpoint has no such part.
-        SerializationError: safetensors has no name for the type of a tensor, or cannot read the tensor's name.
-        StateMismatchError: There is not a tensor below ``part`` and ``prefix``.
+        SerializationError: safetensors does not support the type or the name of a tensor.
+        StateMismatchError: There is no tensor below ``part`` and ``prefix``.
     """
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, not {max_shard_size}")
@@ -134,7 +134,7 @@ def _tensors_of_file(path: str, part: str | None, storage: Storage) -> dict[str,
     else:
         loading.verify(path, storage=storage)
         with translated_errors(path):
-            # only archives can be mapped
+            # Only zip archives can be mapped into memory.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     model = model_in(state, part)
     if model is None:
@@ -156,7 +156,7 @@ def _in_memory(state: Any) -> dict[str, _Tensor]:
 
 
 def model_in(state: Any, part: str | None = None) -> Any:
-    """Return what is under a key of a state; unless one is given, the model, if it is known where that is, or None."""
+    """Return the value at the key ``part`` of a state; by default the model, found at a usual key; None if missing."""
     if not isinstance(state, Mapping):
         return None
     if part is not None:
@@ -168,7 +168,7 @@ def model_in(state: Any, part: str | None = None) -> Any:
 
 
 def part_of_model(parts: Collection[str]) -> str:
-    """Return which part of a directory checkpoint is the model, by its name."""
+    """Return the name of the part of a directory checkpoint that holds the model, by the usual names."""
     return next((name for name in ("model", *MODEL_KEYS, ROOT) if name in parts), "model")
 
 
@@ -198,7 +198,7 @@ def _write_model(tensors: Mapping[str, _Tensor], directory: str, max_shard_size:
 
 
 def write_model_file(tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Write tensors into a local safetensors file."""
+    """Write tensors to a local safetensors file."""
     found = {}
     for name, tensor in tensors.items():
         info = TensorInfo(tensor.dtype, tuple(tensor.shape))
@@ -236,21 +236,21 @@ def _write_file(tensors: Mapping[str, _Tensor], path: str) -> None:
 def import_model(
     source: StrPath, target: StrPath, *, part: str = "model", storage_options: dict[str, Any] | None = None
 ) -> int:
-    """Make a directory checkpoint of a model that is safetensors files, and return its size in bytes.
+    """Convert a model in safetensors files to a directory checkpoint, and return its size in bytes.
 
-    One tensor is in memory at a time. Safetensors keeps no digests, so what was damaged before the import stays so.
+    One tensor is in memory at a time. Safetensors keeps no digests: damaged values from before the import stay damaged.
 
     Args:
         source: The model's directory or URL: ``model.safetensors``, the index and the files that it names, or PEFT's
             ``adapter_model.safetensors``; or one ``.safetensors`` file.
-        target: Path or URL of the directory checkpoint, which replaces the one that is there.
-        part: The part that it becomes, with the tensors' names as its keys.
+        target: Path or URL of the directory checkpoint; an existing one is replaced.
+        part: Name of the part for the model, with the tensors' names as its keys.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
         CheckpointNotFoundError: There is no model.
-        CheckpointFormatError: The index is not valid, or a tensor has a type that torch does not have.
-        CheckpointCorruptedError: A file is missing, truncated or damaged where that shows, or a tensor is missing.
+        CheckpointFormatError: The index is invalid, or a tensor has a type that torch does not have.
+        CheckpointCorruptedError: A file is missing, truncated or has a damaged header, or a tensor is missing.
     """
     origin = full_path(source)
     storage = storage_for(origin, storage_options)
@@ -267,9 +267,9 @@ def import_model(
 def read_model(
     origin: str, storage: Storage, *, name: str = _NAME, memory: DiskMemory | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model that is safetensors files, all of them in memory.
+    """Load all tensors of a model in safetensors files into memory.
 
-    ``name`` is that of the model's file, if it is not in several. Errors as for :func:`import_model`.
+    ``name`` is the name of the model's file, if the model is in one file. Errors as for :func:`import_model`.
     """
     found = _tensors_in(storage, origin, name)
     return {key: _StoredLoader(storage, path, tensor, memory or TensorMemory())() for path, key, tensor in found}
@@ -284,7 +284,7 @@ def infos_of_model(origin: str, storage: Storage) -> dict[str, dict[str, TensorI
 
 
 def _tensors_in(storage: Storage, origin: str, name: str = _NAME) -> Iterator[tuple[str, str, StoredTensor]]:
-    """Yield path of the file, name, and place of each tensor of a model, or of one file."""
+    """Yield, for each tensor of a model or of one file, the path of its file, its name, and its place in the file."""
     directory, files = origin, None
     if origin.endswith(".safetensors"):
         directory, _, name = origin.rpartition("/")
@@ -304,7 +304,7 @@ def _tensors_in(storage: Storage, origin: str, name: str = _NAME) -> Iterator[tu
 
 
 def refuse_unfinished(path: str, storage: Storage) -> None:
-    """Refuse a directory of ours without its manifest, whose files would pass for a model's."""
+    """Refuse a directory checkpoint without its manifest, whose files could be mistaken for those of a model."""
     if not path.endswith(".safetensors") and any(_OURS.fullmatch(os.path.basename(f.path)) for f in storage.list(path)):
         happened = "the save was cut off" if is_remote(path) else "it was copied in part"
         raise CheckpointCorruptedError(
@@ -315,7 +315,7 @@ def refuse_unfinished(path: str, storage: Storage) -> None:
 
 
 def holds_model(path: str, storage: Storage) -> bool:
-    """Return whether there is a model in safetensors files."""
+    """Return whether the path is a safetensors file, or a directory with a model in safetensors files."""
     return path.endswith(".safetensors") or any(storage.exists(f"{path}/{name}") for name in (_NAME, _INDEX, _ADAPTERS))
 
 
@@ -330,7 +330,7 @@ def _stored_in(storage: Storage, path: str) -> dict[str, StoredTensor]:
 
 
 def _files_of(storage: Storage, directory: str, name: str) -> dict[str, Sequence[str] | None]:
-    """Return the model's files, and which tensors to take from each; None: all of them."""
+    """Return the model's files, and for each the names of the tensors to read from it; None for all of them."""
     if storage.exists(f"{directory}/{name}"):
         return {name: None}
     path = f"{directory}/{_INDEX}"

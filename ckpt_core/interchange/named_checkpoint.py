@@ -1,4 +1,4 @@
-"""What DCP's readers and writers of our checkpoints have in common: the checkpoint that they are for."""
+"""Common base of our storage reader and writer for DCP: the path and the storage of the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NamedCheckpoint:
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The path."""
+        """The path of the checkpoint; None if not given yet."""
         return self._path
 
     def _found(self, how: str) -> tuple[str, Storage]:
@@ -29,5 +29,5 @@ class NamedCheckpoint:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether this could be a path: anything could."""
+        """Return whether the id can be a path: every string and path object can."""
         return isinstance(checkpoint_id, (str, os.PathLike))

@@ -1,4 +1,4 @@
-"""One tensor in memory at a time, out of files and into them, and directories that appear when they are complete."""
+"""Stream tensors between files with one in memory at a time, and create export directories atomically."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ckpt_core.storage.failures import storage_error
 from ckpt_core.storage.local_directory import sync_file
 
 _ALIGNMENT = 64  # bytes
-_LARGE = 2**20  # bytes: a tensor that is not kept in ordinary memory
+_LARGE = 2**20  # bytes; tensors from this size on are kept in the file
 
 
 class TensorMemory:
-    """Memory that is taken back when the next is asked for, whoever still refers to the one before.
+    """Memory for one tensor at a time: each request frees the memory of the last one, even if it is still referenced.
 
-    That can be a loop variable, or a generator of DCP's. It is the system's memory, so that giving it back does not
-    wait.
+    A loop variable or a generator of DCP may still hold the last tensor. The memory is mapped directly, so that it is
+    freed at once.
     """
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
 
     def tensors(self, infos: Sequence[TensorInfo]) -> list[torch.Tensor]:
-        """Return tensors without values; those that were returned before have lost theirs."""
+        """Return uninitialized tensors; those returned before lose their values."""
         sizes = [-(-info.nbytes // _ALIGNMENT) * _ALIGNMENT for info in infos]
         flat = self.flat(sum(sizes[:-1]) + infos[-1].nbytes) if infos else torch.empty(0, dtype=torch.uint8)
         found, begin = [], 0
@@ -45,7 +45,7 @@ class TensorMemory:
         return found
 
     def flat(self, nbytes: int) -> torch.Tensor:
-        """Return bytes without values; the tensors that were returned before have lost theirs."""
+        """Return an uninitialized byte tensor; the tensors returned before lose their values."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
         self._map = mmap.mmap(-1, max(1, nbytes))
@@ -57,10 +57,10 @@ class TensorMemory:
 
 
 class DiskMemory:
-    """Memory for a state that may be larger than the machine's: the system moves it to a local disk when it must.
+    """Memory for a state that may be larger than the machine's memory, backed by a temporary file on a local disk.
 
-    It is a file without a name, beside what is being made of the state, whose pages are those of the tensors. Without
-    room on the disk it is ordinary memory.
+    The tensors are mapped from a file without a name in the directory of ``target``. If the disk is full, ordinary
+    memory is used instead.
     """
 
     def __init__(self, target: str) -> None:
@@ -74,16 +74,16 @@ class DiskMemory:
         self._size = 0
 
     def close(self) -> None:
-        """Give the disk back when the last tensor is gone."""
+        """Close the file; the disk space is freed with the last tensor."""
         self._file.close()
 
     def flat(self, nbytes: int) -> torch.Tensor:
-        """Return bytes without values."""
+        """Return an uninitialized byte tensor."""
         if nbytes >= _LARGE:
             begin = self._size
             self._size += -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
             try:
-                os.posix_fallocate(self._file.fileno(), begin, self._size - begin)  # a page without room is a SIGBUS
+                os.posix_fallocate(self._file.fileno(), begin, self._size - begin)  # on a full disk, pages raise SIGBUS
                 pages = mmap.mmap(self._file.fileno(), nbytes, offset=begin)
             except OSError:
                 self._size = begin
@@ -92,11 +92,11 @@ class DiskMemory:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def empty(self, info: TensorInfo) -> torch.Tensor:
-        """Return a tensor without values."""
+        """Return an uninitialized tensor."""
         return self.flat(info.nbytes).view(info.dtype).view(info.shape)
 
     def restore(self, storage: torch.UntypedStorage, _location: str) -> torch.UntypedStorage:
-        """Return a storage's bytes: a ``map_location`` of ``torch.load``."""
+        """Move a large storage into the file; for use as ``map_location`` of ``torch.load``."""
         if storage.nbytes() < _LARGE:
             return storage
         flat = self.flat(storage.nbytes())
@@ -105,12 +105,12 @@ class DiskMemory:
 
 
 def given(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return what loads a tensor that is there already."""
+    """Return a load function for a tensor that is in memory already."""
     return lambda: tensor
 
 
 class LazyTensors(Sequence[torch.Tensor]):
-    """Tensors that are loaded when they are asked for, by one thread; one of them is kept."""
+    """Sequence of tensors that are loaded on access, by one thread; only the last one is kept."""
 
     def __init__(self, loads: Sequence[Callable[[], torch.Tensor]]) -> None:
         self._loads = loads
@@ -127,14 +127,14 @@ class LazyTensors(Sequence[torch.Tensor]):
         if isinstance(index, slice):
             return LazyTensors(self._loads[index])
         if index not in self._kept:
-            self._kept.clear()  # before the next one is made
+            self._kept.clear()  # before the next one is loaded
             self._kept[index] = self._loads[index]()
         return self._kept[index]
 
 
 @contextlib.contextmanager
 def scratch_directory(target: StrPath) -> Iterator[str]:
-    """Give a hidden directory beside ``target``, where nothing is yet, and delete it at the end.
+    """Create a hidden directory next to ``target``, which must not exist or be empty, and delete it at the end.
 
     It is locked like an unfinished checkpoint, so that the next save there and ``ckpt clean`` delete it if this process
     was killed.
@@ -160,7 +160,7 @@ def scratch_directory(target: StrPath) -> Iterator[str]:
 
 @contextlib.contextmanager
 def new_directory(target: StrPath) -> Iterator[str]:
-    """Give a directory to fill, which becomes ``target``, where nothing is yet; if the body raises, nothing is left."""
+    """Yield a directory to fill, and rename it to ``target`` at the end; if the body raises, nothing is left."""
     path = os.path.abspath(local_path(target))
     try:
         with scratch_directory(target) as hidden:

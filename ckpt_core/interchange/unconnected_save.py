@@ -1,7 +1,7 @@
-"""Directory checkpoints without the ranks' own connection, from tensors that are not all there at once.
+"""Write a directory checkpoint without communication between ranks, from tensors that are loaded one at a time.
 
-Unlike in an ordinary save, ranks need not know what the others hold: each says which entries of the state it has
-written, and the manifest puts them together. Whoever calls knows when all have written.
+Unlike in an ordinary save, ranks need not know what the others hold: each reports which entries of the state it has
+written, and the manifest joins the reports. The caller must know when all ranks have written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckpt_core.interchange.flat_names import EntryPath, entry_name, nested
 from ckpt_core.interchange.streaming import LazyTensors
 from ckpt_core.storage import Storage, storage_for
 
-TensorId = tuple[EntryPath, int]  # of an entry, or of the tensors inside of a value
+TensorId = tuple[EntryPath, int]  # path of the entry, and number of the tensor in it (0 if the entry is a tensor)
 _REFERENCE = re.compile(r"\$[0-9]+")
 
 
@@ -42,9 +42,9 @@ class Chunk:
     """A box of a tensor that a rank writes."""
 
     path: EntryPath  # the entry's path below its part
-    number: int  # which tensor of the entry, if that is a value that holds some
+    number: int  # which tensor of the entry, if the entry is a value that contains tensors
     info: TensorInfo  # type and shape of the whole tensor
-    box: Box  # what of it
+    box: Box  # which part of the tensor
     load: Callable[[], torch.Tensor]  # returns the elements, in the box's shape
 
 
@@ -53,26 +53,26 @@ class Value:
     """An entry that is not a tensor."""
 
     skeleton: Json  # from encode_plain
-    tensors: tuple[TensorInfo, ...]  # what it refers to
+    tensors: tuple[TensorInfo, ...]  # the tensors to which the skeleton refers
 
 
 @dataclasses.dataclass(frozen=True)
 class RankShards:
-    """What a rank has written; plain data."""
+    """Report of what a rank has written; plain data."""
 
-    rank: int  # its number
-    save_id: str  # in which save
-    tensors: dict[str, dict[TensorId, TensorInfo]]  # the tensors that it holds pieces of, by part
+    rank: int
+    save_id: str
+    tensors: dict[str, dict[TensorId, TensorInfo]]  # the tensors of which it has written chunks, by part
     values: dict[str, dict[EntryPath, Value]]  # the entries that are not tensors, by part
-    files: list[Any]  # for the manifest; chunks refer to tensors
-    digests: Any  # the file of digests
+    files: list[Any]  # records for the manifest; chunks refer to ``tensors`` by position
+    digests: Any  # record of the file of digests
     sizes: dict[str, int]  # bytes of each file
 
 
 class UnconnectedSave:
-    """One process's part in the making of a checkpoint.
+    """One process's part in the save of a checkpoint.
 
-    ``token`` is the same for all who write it, and never used again: 1 to 64 letters, digits and dashes.
+    ``token`` is the same for all processes that write it, and never used again: 1 to 64 letters, digits and dashes.
     """
 
     def __init__(self, path: str, storage: Storage, token: str) -> None:
@@ -96,8 +96,8 @@ class UnconnectedSave:
     ) -> RankShards:
         """Write a rank's files: chunks, by part, and the entries that are not tensors.
 
-        With ``one_by_one``, at most one tensor is loaded at any time. If not, several threads load them, and each is
-        expected to be there already.
+        With ``one_by_one``, at most one tensor is loaded at any time. Otherwise several threads load them, and all
+        should be in memory already.
         """
         tables: dict[str, dict[TensorId, TensorInfo]] = {}
         contents, loads, sizes = [], list[Callable[[], torch.Tensor]](), dict[str, int]()
@@ -132,10 +132,10 @@ class UnconnectedSave:
         metadata: Mapping[str, Any],
         order: Iterable[tuple[str, EntryPath]] = (),
     ) -> int:
-        """Make it the checkpoint at its path, in the place of what was there; return its size in bytes.
+        """Commit the checkpoint at its path, replacing an earlier one; return its size in bytes.
 
-        ``ranks`` is what all have written, in their order; ``order`` has part and path of entries, as they come in the
-        state. Ranks that have not written one state are refused, and so are elements that are missing or there twice.
+        ``ranks`` are the reports of all ranks, in rank order; ``order`` has part and path of the entries in the order
+        of the state. Ranks that have written different states, and missing or duplicate elements, are refused.
         """
         manifest = _join_ranks(ranks, kind=kind, metadata=metadata, order=order, path=self.path)
         sizes = {name: size for rank in ranks for name, size in rank.sizes.items()}
@@ -143,16 +143,16 @@ class UnconnectedSave:
         return sum(sizes.values()) + len(manifest)
 
     def leave(self) -> None:
-        """End this process's part; what no other process works on and was not committed is deleted."""
+        """End this process's part; delete the unfinished save if no other process is working on it."""
         leave(self._storage, self.path, self.token)
 
     def give_up(self) -> None:
-        """Delete what this process has written where it would not be found later."""
+        """Delete what this process has written, if it is in the final directory, where clean-up would not find it."""
         if self._is_in_place:
             discard(self._storage, self.path, self.token, self._created)
 
     def abandon(self) -> None:
-        """End the whole save: nothing is left of it."""
+        """End the whole save and delete its files."""
         discard(self._storage, self.path, self.token, self._created)
         self.leave()
 
@@ -184,7 +184,7 @@ def _shape_of(chunk: Chunk) -> torch.Tensor:
 
 
 def _names_of(tensors: Iterable[TensorId]) -> dict[TensorId, str]:
-    """Return different names for the tensors of a part."""
+    """Return a unique name for each tensor of a part."""
     names: dict[TensorId, str] = {}
     taken = set[str]()
     for path, number in tensors:
@@ -204,7 +204,7 @@ def _join_ranks(
     order: Iterable[tuple[str, EntryPath]],
     path: str,
 ) -> bytes:
-    """Return the manifest of what all ranks have written; arguments, errors as for :meth:`UnconnectedSave.commit`."""
+    """Join the ranks' reports into a manifest; arguments and errors as for :meth:`UnconnectedSave.commit`."""
     encoded, tensors = encode_plain(dict(metadata), key="metadata")
     if tensors:
         raise SerializationError("the metadata hold a tensor", key=f"metadata.{tensors[0][0]}", remedy="save it")
@@ -232,7 +232,7 @@ def _join_ranks(
 def _join_part(
     name: str, ranks: Sequence[RankShards], order: Iterable[EntryPath]
 ) -> tuple[PartRecord, dict[TensorId, int]]:
-    """Return a part, and the number that each of its tensors has in it."""
+    """Join a part of all ranks into a record; return it and the number of each tensor in it."""
     tensors: dict[TensorId, TensorInfo] = {}
     values: dict[EntryPath, Value] = {}
     for rank in ranks:
@@ -245,7 +245,7 @@ def _join_part(
                     key=key,
                     remedy="save the same state on all ranks",
                 )
-    # A tensor without elements stands for each entry, until it is known what is there.
+    # An empty tensor is a placeholder for each entry in the skeleton, until its value replaces it below.
     paths = {path for path, _ in tensors} | values.keys()
     in_order = dict.fromkeys(path for path in (*order, *(path for path, _ in tensors), *values) if path in paths)
     marks = {path: torch.empty(0, device="meta") for path in in_order}
@@ -279,7 +279,7 @@ def _text(info: TensorInfo) -> str:
 
 
 def _mapped(skeleton: Json, replace: Callable[[int], Json]) -> Json:
-    """Return the skeleton with every reference replaced; other text that begins with ``$`` has a second one there."""
+    """Return the skeleton with every reference replaced; other text that begins with ``$`` is escaped as ``$$``."""
     if isinstance(skeleton, str) and _REFERENCE.fullmatch(skeleton):
         return replace(int(skeleton[1:]))
     if isinstance(skeleton, list):
