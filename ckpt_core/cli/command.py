@@ -1,4 +1,4 @@
-"""The verbs of the ``ckpt`` command, and what happens to its output and its errors."""
+"""Run the ``ckpt`` command: its list of verbs, the encoding of its output, and the handling of its errors."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _VERBS = (
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run the command with the words after ``ckpt``, by default this process's; return its exit code (``Exit``)."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
-        if getattr(sys, name) is None:  # closed by who started the command; no checkpoint may get its number
+    """Run the command with the arguments after ``ckpt`` (by default, this process's); return its :class:`Exit` code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
+        if getattr(sys, name) is None:  # closed by the parent process; a checkpoint must not get this descriptor
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it raises
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # gcsfs logs tracebacks of the exceptions that it raises
     if hasattr(sys.stdout, "reconfigure"):
         codecs.register_error("ckpt-names", _bytes_of_a_name)
         sys.stdout.reconfigure(errors="ckpt-names")
@@ -58,15 +58,15 @@ def run(arguments: Sequence[str] | None) -> int:
         try:
             code = _run(arguments)
         finally:
-            sys.stdout.flush()  # also what --help printed, before it ended the process
+            sys.stdout.flush()  # also after SystemExit of --help
     except OSError as error:
-        # Nobody reads any more, or what is printed has no room.
+        # The reader of the output has closed the pipe, or the disk that receives the output is full.
         is_closed = isinstance(error, BrokenPipeError)
         if not is_closed:
             print(f"ckpt: {error}", file=sys.stderr)
         try:
             sys.stdout.flush()
-        except OSError:  # the interpreter would fail once more when it flushes at its end
+        except OSError:  # otherwise the interpreter would fail again when it flushes stdout on exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.CLOSED_PIPE if is_closed else Exit.FAILED
     return int(code)
@@ -88,7 +88,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return code
     except OSError as error:
         if not (error.filename and error.strerror):
-            raise  # of the output itself
+            raise  # an error of the output itself
         return fail(options, f"{error.filename}: {error.strerror}", Exit.FAILED)
 
 
@@ -107,7 +107,7 @@ def _say_what_is_waited_for() -> None:
 
 
 def _bytes_of_a_name(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return what the output's encoding has no letters for as the bytes that it has in names of files, or escaped."""
+    """Error handler for encoding the output: return the bytes of a file name, or else backslash escapes."""
     if isinstance(error, UnicodeEncodeError):
         try:
             return os.fsencode(error.object[error.start : error.end]), error.end

@@ -1,4 +1,4 @@
-"""``ckpt diff``: in what two checkpoints differ."""
+"""``ckpt diff``: compare two checkpoints key by key, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpt_core.paths import full_path
 if TYPE_CHECKING:
     import torch
 
-_SHOWN = 10  # differences of each part
+_SHOWN = 10  # maximum differences shown for each part
 _KINDS = {"only_first": ("-", "red"), "only_second": ("+", "green"), "differ": ("~", "yellow")}
 
 
@@ -73,7 +73,7 @@ def _diff(options: Options) -> int:
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield of each key that differs the kind, the key and in what; what people ask for first comes first."""
+    """Yield, for each key that differs, the kind of difference, the key and a description; weights come first."""
     parts = list(dict.fromkeys(map(_part, (*first, *second))))
     parts.sort(key=interest)
     for name in sorted({**first, **second}, key=lambda name: parts.index(_part(name))):
@@ -98,7 +98,7 @@ def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> 
 
 
 def _leaves(path: str, options: Options) -> tuple[dict[str, Any], bool]:
-    """Return the leaves of a checkpoint by key, and whether it is a model alone, as safetensors hold it."""
+    """Return the leaves of a checkpoint by key, and whether it is a bare model, such as a safetensors file."""
     from ckpt_core.interchange.converting import beside_parts, load_whole
     from ckpt_core.tree import leaves
 
@@ -110,19 +110,19 @@ def _leaves(path: str, options: Options) -> tuple[dict[str, Any], bool]:
     state = load_whole(path, weights_only=trust, storage_options=options.storage_options)
     beside = beside_parts(full_path(path), options.storage_options)
     known = dict(leaves({**beside, **state} if beside else state, repeats=True))
-    is_model = foreign is not None and foreign.state is foreign.model  # and has no names of a program's own
+    is_model = foreign is not None and foreign.state is foreign.model  # no other keys around the model
     return known, is_model and all(name.startswith("model.") for name in known)
 
 
 def _named_as_in(other: Mapping[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """Return a model alone by its names in the checkpoint that it is compared with."""
+    """Return the leaves of a bare model, renamed to the model's keys in the checkpoint that it is compared with."""
     named = {name.partition(".")[2]: leaf for name, leaf in model.items()}
     first = next(iter(named), "")
     prefixes = {known.removesuffix(first) for known in other if known.endswith(f".{first}")}
     there = {prefix: [name for name in named if prefix + name in other] for prefix in sorted(prefixes)}
     likely = [prefix for prefix in there if len(there[prefix]) == max(map(len, there.values()))]
 
-    def same(prefix: str) -> int:  # a model and its average have the same names
+    def same(prefix: str) -> int:  # to choose between a model and its average, which have the same names
         return sum(_difference(named[name], other[prefix + name]) is None for name in there[prefix])
 
     prefix = max(likely, key=same) if len(likely) > 1 else likely[0] if likely else "model."
@@ -130,12 +130,12 @@ def _named_as_in(other: Mapping[str, Any], model: dict[str, Any]) -> dict[str, A
 
 
 def _difference(first: Any, second: Any) -> str | None:
-    """Return in what two leaves differ; None if they are the same bits."""
+    """Return a description of how two leaves differ; None if they have the same bits."""
     import numpy as np
     import torch
 
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        with contextlib.suppress(TypeError, ValueError):  # torch has no such type, or not in that order of bytes
+        with contextlib.suppress(TypeError, ValueError):  # torch lacks this type or this byte order
             first, second = torch.from_numpy(first.copy()), torch.from_numpy(second.copy())
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return _tensor_difference(first, second)
@@ -148,7 +148,7 @@ def _difference(first: Any, second: Any) -> str | None:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Return whether two values that are no tensors are the same, also where Python prints a part of them only."""
+    """Return whether two values that are not tensors are the same, even if their ``repr`` shows only a part."""
     if type(first) is not type(second):
         return False
     if first is second or isinstance(first, int):
@@ -163,13 +163,13 @@ def _is_same(first: Any, second: Any) -> bool:
             return False
     if isinstance(first, (set, frozenset)):
         return bool(first == second)
-    # Equal strings of which one is there once, and the other twice, make other pickles.
+    # Equal values can have different pickles: a string that occurs twice may be one object or two.
     text = repr(first)
     return text == repr(second) and "..." not in text
 
 
 def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]] | None:
-    """Return the pickle of a value without its tensors, and these; None if it cannot be pickled."""
+    """Return the pickle of a value without its tensors, and the tensors; None if it cannot be pickled."""
     import torch
 
     found: list[torch.Tensor] = []
@@ -190,7 +190,7 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]] | None:
 
 
 def _is_same_object(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors that are more than their elements are made of the same bytes."""
+    """Return whether two special tensors (sparse, quantized, subclasses) have the same pickle and the same bytes."""
     from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
 
     parts = []
@@ -204,7 +204,7 @@ def _is_same_object(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    # Where a dimension has one element, its stride can be anything, and a view would keep it.
+    # A dimension with one element can have any stride, which makes a direct view as bytes fail.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -232,6 +232,6 @@ def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> str | None:
         differing = int((one != other).sum()) if one.dtype.itemsize > 1 or not one.is_floating_point() else one.numel()
         if one.is_floating_point():
             text += f", by up to {float((one.double() - other.double()).abs().max()):.3g}"
-    except RuntimeError:  # torch stores some types, and does nothing else with them
+    except RuntimeError:  # torch supports no operations on some types
         differing = one.numel()
     return text.format(f"{differing:,}")

@@ -1,4 +1,4 @@
-"""``ckpt completion``: what makes a shell complete the words of the command."""
+"""``ckpt completion``: print a completion script for bash, zsh or fish."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 
-# Whatever stands behind an option is completed as a file by the shell itself, so that local paths work.
+# Values of options are completed as file names by the shell itself, so that local paths work.
 _BASH = """\
 _ckpt() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} verb="" words="" i
@@ -95,5 +95,5 @@ def _names(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _words_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words that a command takes in the place of a path."""
+    """Return the fixed choices of a verb's positional arguments."""
     return [str(word) for action in parser._actions if not action.option_strings for word in action.choices or ()]

@@ -1,4 +1,4 @@
-"""``ckpt convert``, ``export`` and ``import``: from one layout into another, and checkpoints of other programs."""
+"""``ckpt convert``, ``export`` and ``import``: convert checkpoints between layouts, also of other programs."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: Options) -> int:
-    size = size_at(options.source, options.storage_options)  # what is not there is an error that says so
-    # DCP writes for itself; what is one file becomes a directory first.
+    size = size_at(options.source, options.storage_options)  # raises if there is no source
+    # Bytes that DCP writes are not counted; for DCP, a file is first converted to a directory.
     times = 3 if options.to == "dcp" and os.path.isfile(options.source) else 2 if options.to in _OURS else 1
     with progress(options, options.verb, times * size):
         _run_conversion(options)
@@ -141,7 +141,7 @@ def _run_conversion(options: Options) -> None:
             ours = os.path.join(between, "checkpoint")
             interchange.convert_to_directory(path, ours, weights_only=weights_only, **given)
             if is_model and options.prefix is None:
-                options.prefix = ""  # its names are those that its program knows
+                options.prefix = ""  # keep the names, which the model's own program expects
             _export_model(options, ours, storage_for(ours))
     elif options.to == "safetensors":
         _export_model(options, path, storage)
@@ -186,7 +186,7 @@ def _holds_a_model(storage: Storage, path: str) -> bool:
 
 
 def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
-    """Return the first name, with its dot, that all tensors of a model have in common; none if they have none."""
+    """Return the first component, with its dot, that the names of all tensors of a model share; ``""`` if none."""
     from ckpt_core._pipeline.loading import peek
     from ckpt_core.interchange.model_files import model_in, tensors_of
     from ckpt_core.tree import tensors
@@ -197,7 +197,7 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
     else:
         names = [name for name, _ in tensors(model_in(peek(path, storage=storage), part))]
     if all(name.startswith("base_model.model.") for name in names):
-        return ""  # adapters, by whose whole names PEFT knows them
+        return ""  # PEFT recognizes adapters by their full names
     first = {name.partition(".")[0] + "." if "." in name else "" for name in names}
     return first.pop() if len(first) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""``ckpt du``: what checkpoints take on the disk, and what deleting them would free."""
+"""``ckpt du``: show how much disk space checkpoints use, and how much deleting them would free."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_commands(commands: Commands) -> None:
 
 
 class _Disk:
-    """Bytes on a local disk, of which links to the same file are one."""
+    """Counts the bytes of checkpoints on local disks; hard links to the same file count once."""
 
     def __init__(self) -> None:
         self.sizes: dict[tuple[int, int], int] = {}
@@ -44,19 +44,19 @@ class _Disk:
             try:
                 status = os.lstat(file)
             except FileNotFoundError:
-                continue  # deleted meanwhile, by the run's retention
+                continue  # deleted meanwhile by the run's retention
             key = status.st_dev, status.st_ino
             self.sizes[key], self.links[key] = status.st_size, status.st_nlink
             self.seen[key] = self.seen.get(key, 0) + 1
 
     @property
     def freed(self) -> int:
-        """Bytes that are free when all that was counted is deleted."""
+        """Bytes that deleting all counted files would free: files without links from other checkpoints."""
         return sum(size for key, size in self.sizes.items() if self.seen[key] >= self.links[key])
 
 
 def freed_by(found: Iterable[tuple[str, int]]) -> int:
-    """Return the bytes that are free when all of these checkpoints, paths and sizes, are deleted together."""
+    """Return the bytes that deleting all of these checkpoints together would free; ``found`` has paths and sizes."""
     disk, remote = _Disk(), 0
     for path, size in found:
         if is_remote(path):

@@ -1,4 +1,4 @@
-"""``ckpt doctor``: what is installed, and what a place for checkpoints can do."""
+"""``ckpt doctor``: show installed versions, measure saves and loads at a path or URL, and predict costs of saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt_core.storage import refuse_missing_bucket, storage_for
 from ckpt_core.storage.in_memory import available_memory
 
 _LARGEST = 100_000  # megabytes
-_SHORTEST = 1e-4  # seconds that are taken for a measurement
+_SHORTEST = 1e-4  # seconds; shorter measurements count as this
 _PACKAGES: tuple[str, ...] = (
     "ckpt-plugins",
     "torch",
@@ -78,7 +78,7 @@ def _doctor(options: Options) -> int:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    versions["torch"] = torch.__version__  # with its build, such as +cu132
+    versions["torch"] = torch.__version__  # includes the build, such as +cu132
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs",
@@ -137,7 +137,7 @@ def _shown(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict[str, Any]:
-    """Return what a place can do.
+    """Measure the speed of saves and loads in a directory or at a URL.
 
     Raises:
         CheckpointError: It cannot be written to or read from.
@@ -177,7 +177,7 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
         for name, seconds in (("first_staged", stalls[2]), ("staged", min(stalls[3:]))):
             found[name] = size / max(seconds - stalls[1], _SHORTEST)
     except BaseException:
-        with contextlib.suppress(CheckpointError):  # the error that came first is the one to see
+        with contextlib.suppress(CheckpointError):  # the first error is the one to report
             storage.remove(file)
         raise
     storage.remove(file)
@@ -185,7 +185,7 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
 
 
 def _predicted(found: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """Return what a save of so many bytes would cost, by what was measured."""
+    """Return what a save of ``wanted`` bytes would cost, predicted from the measurements."""
     available, memory = available_memory()
     return {
         "bytes": wanted,

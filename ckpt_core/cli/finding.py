@@ -1,4 +1,4 @@
-"""The checkpoints that a path of the command line means."""
+"""Find the checkpoints at the paths of the command line, and refuse targets that must not be overwritten."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.interchange import Foreign
 
-_ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
+_ENDING = ".ckpt"  # ending of files that count as checkpoints if a directory is given
 _LEVELS_OF_A_HINT = 2
-_DIRECTORIES_OF_A_HINT = 500  # a store is asked several times for each
+_DIRECTORIES_OF_A_HINT = 500  # each takes several requests to a store
 _STATES: dict[type[CheckpointError], str] = {
     CheckpointCorruptedError: "DAMAGED",
     CheckpointNotFoundError: "MISSING",
@@ -38,7 +38,7 @@ _STATES: dict[type[CheckpointError], str] = {
 
 
 def state_of_error(error: CheckpointError) -> str:
-    """Return the word for what cannot be read."""
+    """Return the state, such as ``"DAMAGED"``, of a checkpoint that cannot be read because of an error."""
     return _STATES.get(type(error), "ERROR")
 
 
@@ -48,14 +48,14 @@ def state_of(
     *,
     failures: dict[str, CheckpointError] | None = None,
 ) -> str:
-    """Return a checkpoint's state, as far as its manifest says, in the words of ``ckpt verify``.
+    """Return a checkpoint's state as ``ckpt verify`` names it, judging by the manifest only.
 
-    ``failures``, if given, receives by path why one could not be read, which says nothing of what it is.
+    ``failures``, if given, receives by path the errors (state ``"ERROR"``) that leave the real state unknown.
     """
     from ckpt_core._pipeline.loading import stamp_of
 
     try:
-        if info.path.endswith(".safetensors") and not info.is_directory:  # as it was named itself
+        if info.path.endswith(".safetensors") and not info.is_directory:  # only if it was given as a path itself
             find_foreign(info.path, storage_options)
         elif not info.is_readable:
             stamp_of(info.path, storage=storage_for(info.path, storage_options), is_directory=info.is_directory)
@@ -69,18 +69,18 @@ def state_of(
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What is at a path."""
+    """Result of :func:`find`: the checkpoints at a path."""
 
     path: str  # as it was given
-    # The checkpoint that is there; or those directly in the directory, the newest first.
+    # The checkpoint at the path; or those directly in the directory, newest first.
     checkpoints: list[CheckpointInfo]
-    others: int = 0  # how many other files are directly in the directory
-    # Whether the path itself is a checkpoint, or any other file, and not a directory of them.
+    others: int = 0  # number of other files directly in the directory
+    # Whether the path itself is a checkpoint or any other file, rather than a directory of checkpoints.
     is_checkpoint: bool = False
-    size: int = 0  # bytes of the files that are directly there, if there is no checkpoint
+    size: int = 0  # bytes of the files directly in the directory, if there is no checkpoint
 
     def hint(self, storage_options: dict[str, Any] | None, verb: str = "ls") -> str:
-        """Return why there are none, and where some are; ``verb`` is one that finds those."""
+        """Return a text why there are no checkpoints, and where some are; ``verb`` is a verb that finds them."""
         foreign = self.foreign(storage_options)
         if foreign is not None:
             return foreign
@@ -98,7 +98,7 @@ class Found:
         return text if other is None else f"{text}; {other}"
 
     def foreign(self, storage_options: dict[str, Any] | None) -> str | None:
-        """Return which other program's checkpoint it is, in words; None if of none."""
+        """Return a text about another program's checkpoint at the path; None if there is none."""
         if self.checkpoints:
             return None
         try:
@@ -109,7 +109,7 @@ class Found:
 
 
 def no_checkpoint(found: Found, storage_options: dict[str, Any] | None) -> CheckpointFormatError:
-    """Return the error for a directory that was taken for a checkpoint."""
+    """Return the error for a directory that was given where a checkpoint is needed."""
     if not found.checkpoints:
         text = f"this is a directory, not a checkpoint: {found.hint(storage_options)}"
         return CheckpointFormatError(text, path=found.path)
@@ -123,7 +123,7 @@ def no_checkpoint(found: Found, storage_options: dict[str, Any] | None) -> Check
 
 
 def refuse_checkpoint(found: Found, verb: str) -> None:
-    """Refuse a checkpoint, or any other file, where a directory of them is wanted."""
+    """Raise if a checkpoint, or any other file, was given where a directory of checkpoints is needed."""
     if found.is_checkpoint:
         raise CheckpointError(
             "this is a checkpoint, not a directory of them",
@@ -133,7 +133,7 @@ def refuse_checkpoint(found: Found, verb: str) -> None:
 
 
 def refuse_itself(source: str, target: str) -> None:
-    """Refuse a target that is the source, also through a link; hard links are two files. Both are full paths."""
+    """Refuse a target (both are full paths) that is the source, also by a symbolic link; hard links are two files."""
     is_same = source == target
     if not is_same and not (is_remote(source) or is_remote(target)) and os.path.exists(source):
         is_same = os.path.realpath(source) == os.path.realpath(target)
@@ -144,7 +144,7 @@ def refuse_itself(source: str, target: str) -> None:
 
 
 def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, force: bool) -> None:
-    """Refuse a target at which something is, with ``force`` only what is no checkpoint; and one without a bucket."""
+    """Refuse a target that exists (with ``force``, only if it is not a checkpoint), or whose bucket does not exist."""
     refuse_missing_bucket(path, storage_options)
     place = local_path(path).rstrip("/")
     storage = storage_for(place, storage_options)
@@ -158,7 +158,7 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
         found = find(path, storage_options)
     except CheckpointNotFoundError:
         return
-    if not found.is_checkpoint or not found.checkpoints[0].size:  # an empty file, as mktemp makes it
+    if not found.is_checkpoint or not found.checkpoints[0].size:  # an empty file, such as mktemp creates
         return
     if state_of(found.checkpoints[0], storage_options) == "FOREIGN":
         raise StorageError(
@@ -171,12 +171,12 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, forc
 def refuse_inside_checkpoint(
     directory: str, storage_options: dict[str, Any] | None, *, checked: set[str] | None = None
 ) -> None:
-    """Refuse to write into a checkpoint: whoever deletes it, such as ``mv`` or retention, deletes all that is in it.
+    """Refuse to write into a checkpoint, because its deletion, by ``mv`` or retention, would delete all files in it.
 
-    ``checked`` are directories that are in none, to which those are added that have been looked at.
+    ``checked`` holds directories that are known to be in no checkpoint; the checked directories are added to it.
 
     Raises:
-        StorageError: It is one, or is inside of one; or the manifest in it cannot be read.
+        StorageError: The directory is a checkpoint or inside one; or the manifest in it cannot be read.
     """
     checked = set() if checked is None else checked
     path = full_path(directory)
@@ -188,7 +188,7 @@ def refuse_inside_checkpoint(
         except StorageError:
             if path == named and (not is_remote(path) or _is_listed(storage, path)):
                 raise
-            return  # such as above the prefix that a key is for
+            return  # for example, above the prefix for which the credentials are valid
         if is_checkpoint:
             raise StorageError(
                 "the target is inside a checkpoint, and would be deleted with it",
@@ -200,15 +200,15 @@ def refuse_inside_checkpoint(
 
 
 def refuse_target_inside_checkpoint(target: str, storage_options: dict[str, Any] | None) -> None:
-    """Refuse a target whose directory is a checkpoint, or inside of one."""
+    """Refuse a target whose parent directory is a checkpoint, or inside one."""
     place = full_path(target).rstrip("/")
     parent = place.rpartition("/")[0] if is_remote(place) else os.path.dirname(place)
-    if is_remote(parent) or not is_remote(place):  # of a bucket, there is none
+    if is_remote(parent) or not is_remote(place):  # a bucket has no parent
         refuse_inside_checkpoint(parent, storage_options)
 
 
 def _has_own_manifest(storage: Storage, path: str) -> bool:
-    """Whether a directory is a checkpoint of any version, and has not one of the many other files of that name."""
+    """Return whether a directory has a manifest of ours, of any version, rather than another program's file."""
     from ckpt_core._layouts.directory.manifest import is_other_programs
 
     place = f"{path}/{MANIFEST_NAME}"
@@ -229,7 +229,7 @@ def _is_listed(storage: Storage, path: str) -> bool:
 
 
 def missing(path: str) -> CheckpointNotFoundError:
-    """Return the error for a path at which nothing is."""
+    """Return the error for a path that does not exist."""
     remedy = "check the path"
     if "://" in path:
         remedy += f"; for a store, also {STORE_OPTIONS}"
@@ -241,30 +241,30 @@ def missing(path: str) -> CheckpointNotFoundError:
 def find(
     path: str, storage_options: dict[str, Any] | None, *, failures: dict[str, CheckpointError] | None = None
 ) -> Found:
-    """Return what is at a path or URL: a checkpoint, or a directory of checkpoints.
+    """Return the checkpoint at a path or URL, or the checkpoints directly in a directory.
 
-    ``failures`` is that of :func:`find_all`.
+    ``failures`` is as for :func:`find_all`.
     """
     from ckpt_core.catalog import Catalog
     from ckpt_core.process.awaited_paths import wait_for_saves
 
     place = local_path(path)
     place = place.rstrip("/") or place
-    wait_for_saves(place)  # of a program that runs the command in its own process
+    wait_for_saves(place)  # for programs that run the command in their own process
     storage = storage_for(place, storage_options)
     is_file = not is_remote(place) and os.path.isfile(place)
     if is_file or is_directory_checkpoint(storage, place):
         return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
     catalog = Catalog(place, suffix="", storage_options=storage_options)
-    found = _read_of(catalog.checkpoints(files=_ENDING), storage, failures)  # a project has many other files
+    found = _read_of(catalog.checkpoints(files=_ENDING), storage, failures)  # do not read other files of a project
     kept = [info for info in found if info.is_directory or info.path.endswith(_ENDING)]
     if not found:
         if is_remote(place) and "/" in place.partition("://")[2]:
             try:
                 return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
             except CheckpointNotFoundError:
-                pass  # no file either
-        # Locally a pipe, a device or a link to nothing has a name, too.
+                pass  # not a file, either
+        # Locally, existence is not enough: a pipe, a device or a dangling link exists, too.
         is_there = storage.exists(place) or storage.subdirectories(place) if is_remote(place) else os.path.isdir(place)
         if not is_there:
             raise missing(path)
@@ -274,7 +274,7 @@ def find(
 def _read_of(
     infos: Iterable[CheckpointInfo], storage: Storage, failures: dict[str, CheckpointError] | None
 ) -> list[CheckpointInfo]:
-    """Return those that are no directories which may not be read; ``failures`` is that of :func:`find_all`."""
+    """Return the checkpoints without directories that this user may not read; ``failures`` as for :func:`find_all`."""
     found = []
     for info in infos:
         try:
@@ -289,7 +289,7 @@ def _read_of(
 
 
 def is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
-    """Return whether a checkpoint is still there, and its run's retention has not deleted it."""
+    """Return whether a checkpoint still exists: the run's retention may have deleted it."""
     try:
         return find(path, storage_options).is_checkpoint
     except CheckpointNotFoundError:
@@ -297,7 +297,7 @@ def is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
 
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
-    """Return what checkpoint of another program is at a path, if there is one that torch alone does not read."""
+    """Return another program's checkpoint at a path; None if there is none, or it is a plain torch file."""
     place = local_path(path).rstrip("/")
     is_file = not is_remote(place) and os.path.isfile(place)
     storage = storage_for(place, storage_options)
@@ -309,7 +309,7 @@ def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign |
 
 
 def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
-    """Return how many bytes a checkpoint has, whosever it is; path or URL."""
+    """Return the bytes of a checkpoint of this or another program, at a path or URL."""
     found = find(path, storage_options)
     if found.is_checkpoint:
         return found.checkpoints[0].size
@@ -323,7 +323,7 @@ def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
 
 
 def concerns_others(error: CheckpointError, path: str) -> bool:
-    """Return whether what is wrong with one of several paths or URLs is wrong with the others, too: of a store."""
+    """Return whether an error at one of several paths will also occur at the others: an error of an object store."""
     return isinstance(error, StorageError) and is_remote(path)
 
 
@@ -334,10 +334,10 @@ def find_all(
     recursive: bool = False,
     failures: dict[str, CheckpointError] | None = None,
 ) -> list[Found]:
-    """Return what is at each of several paths or URLs and, with ``recursive``, in the directories below them.
+    """Find the checkpoints at several paths or URLs and, with ``recursive``, in the directories below them.
 
-    ``failures``, if given, receives by path why directories below, or one of several paths, cannot be read, instead of
-    raising it.
+    ``failures``, if given, receives errors by path, of directories below or of one of several paths, which otherwise
+    are raised.
     """
     places = []
     for path in paths:
@@ -371,7 +371,7 @@ def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInf
 
 
 def _unlisted(path: str) -> CheckpointInfo:
-    """Return what is at a local path whose directory this user may enter, but not list."""
+    """Return the checkpoint at a local path whose parent directory this user may enter, but not list."""
     from ckpt_core._pipeline.loading import stamp_of
     from ckpt_core.catalog import CheckpointInfo
 
@@ -396,10 +396,10 @@ def walk(
     failures: dict[str, CheckpointError] | None = None,
     above: tuple[str, ...] = (),
 ) -> Iterator[Found]:
-    """Yield what is in each directory below a path or URL that is no checkpoint; ``levels`` says how deep to look.
+    """Yield what is found in each directory below a path or URL, except checkpoints, up to ``levels`` deep.
 
-    ``failures`` is that of :func:`find_all`. A link to one of the directories ``above``, or to what holds it, is left
-    out: it would lead round in a circle.
+    ``failures`` is as for :func:`find_all`. Links to a directory in ``above`` or to one of its parents are skipped,
+    because they would lead into an endless loop.
     """
     place = local_path(path).rstrip("/")
     above = (*above, "" if is_remote(place) else os.path.realpath(place))

@@ -1,4 +1,4 @@
-"""``ckpt inspect``: what is in a checkpoint, from its manifest alone."""
+"""``ckpt inspect``: show what a checkpoint holds, without reading its tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _DEPTH = 2  # levels of the tree
 _DEEPEST = 50
-_MOST = 50  # names under one, without --all
+_MOST = 50  # maximum children shown for a name, without --all
 _LONGEST = 80  # characters of a value
-_MODELS = ("model", "state_dict", "module")  # where a model is, in the words of those who save one
-# Where frameworks say of themselves that they wrote a checkpoint: their version, and whether a resume is exact.
+_MODELS = ("model", "state_dict", "module")  # usual keys of the model
+# Keys under which frameworks record their version, and whether a resume is exact.
 _LIGHTNING, _LIGHTNING_STATE, _LIGHTNING_LACKS = (
     "pytorch-lightning_version",
     "lightning_ckpt",
@@ -55,7 +55,7 @@ def _depth(text: str) -> int:
 
 
 def _inspect(options: Options) -> int:
-    found = find(options.path, options.storage_options, failures={})  # of no matter to a checkpoint beside them
+    found = find(options.path, options.storage_options, failures={})  # ignore unreadable entries next to a checkpoint
     foreign = find_foreign(options.path, options.storage_options)
     if foreign is None and not found.is_checkpoint:
         raise no_checkpoint(found, options.storage_options)
@@ -103,7 +103,7 @@ def _card(kind: str, state: str, size: int, **known: Any) -> dict[str, Any]:
 
 
 def _about_foreign(foreign: Foreign, found: Found) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return what is known of a checkpoint of another program, and its leaves by key, tensors without values."""
+    """Return the card of another program's checkpoint, and its leaves by key, with tensors without values."""
     from ckpt_core.tree import leaves
 
     size = found.size or sum(info.size for info in found.checkpoints)
@@ -116,7 +116,7 @@ def _about_foreign(foreign: Foreign, found: Found) -> tuple[dict[str, Any], list
 def _about(
     info: CheckpointInfo, storage_options: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return what a checkpoint says of itself, and its leaves by key, tensors without values."""
+    """Return the card of a checkpoint, and its leaves by key, with tensors without values."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline import loading
     from ckpt_core.tree import leaves
@@ -151,7 +151,7 @@ def _about(
 
 
 def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, Any]) -> None:
-    """Add to the card what a framework says of itself."""
+    """Add to the card what the framework has recorded: version, step, epoch, exactness, number of parameters."""
     import torch
 
     from ckpt_core.tree import tensors
@@ -175,7 +175,7 @@ def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, An
 
 
 def _exact(state: Any) -> str:
-    """Return whether a resume of a Lightning run is exact, by what all of its ranks have noted."""
+    """Return whether a resume of a Lightning run is exact, from the notes that its ranks have saved."""
     shared = state.get("replicated") if isinstance(state, Mapping) else None
     noted, changed = (shared.get("notes"), shared.get("changed")) if isinstance(shared, Mapping) else (None, None)
     if noted:
@@ -188,7 +188,7 @@ def _exact(state: Any) -> str:
 
 
 def _epoch_of(own: Any) -> Any:
-    """Return the epoch of an Accelerator's run, by what a rank has noted of its loaders; None if it is not there."""
+    """Return the epoch of an Accelerate run, from the saved state of its loaders; None if there is none."""
     try:
         return next(loader["iteration"] for loader in own["data"]["loaders"] if loader and loader["trained"])
     except (KeyError, TypeError, StopIteration):
@@ -196,12 +196,12 @@ def _epoch_of(own: Any) -> Any:
 
 
 def _distinct(found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield tensors of which each is another one: of those that share one memory, the first."""
+    """Yield the first of all tensors that share one memory."""
     seen: set[int] = set()
     for name, tensor in found:
         try:
             memory = id(tensor) if tensor.is_meta or tensor.is_nested else tensor.untyped_storage()._cdata
-        except NotImplementedError:  # sparse: its memories are those of its indices and values
+        except NotImplementedError:  # a sparse tensor, which has separate memories for indices and values
             memory = id(tensor)
         if memory not in seen:
             seen.add(memory)
@@ -241,7 +241,7 @@ def _card_lines(card: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 class _Tree:
-    """What is below a name; names end at dots."""
+    """A node of the tree of names, which are split at dots."""
 
     def __init__(self) -> None:
         self.children: dict[str, _Tree] = {}
@@ -263,7 +263,7 @@ class _Tree:
         node.leaves.append(leaf)
 
     def lines(self, depth: int | None, indent: str = "") -> Iterator[str]:
-        """Yield the lines that show so many levels, all of them if None; what people ask for first."""
+        """Yield the lines of ``depth`` levels, or of all levels if None; the most important parts come first."""
         if depth == 0:
             return
         names = sorted(self.children.items(), key=lambda item: (interest(item[0]), item[1].tensors == 0))
@@ -279,7 +279,7 @@ class _Tree:
             yield f"{indent}and {len(names) - len(shown)} more (--all)"
 
     def shortened(self, name: str) -> tuple[str, _Tree]:
-        """Return the first name from here on that does not only lead to another one, and what is there."""
+        """Join a name with those below it as long as each is an only child; return the joined name and its node."""
         node = self
         while len(node.children) == 1 and not node.leaves:
             ((more, node),) = node.children.items()
@@ -296,7 +296,7 @@ class _Tree:
 
 
 def described(leaf: Any) -> str:
-    """Return what a leaf of the state is, in one line: type and shape of a tensor, or the value."""
+    """Return a description of a leaf in one line: type and shape of a tensor, or the value."""
     import torch
 
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
@@ -311,13 +311,13 @@ def described(leaf: Any) -> str:
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     try:
         text = repr(leaf)
-    except ValueError:  # an integer that is longer than Python turns into digits
+    except ValueError:  # an integer that is too long for Python to print
         return f"an integer of {leaf.bit_length()} bits" if isinstance(leaf, int) else f"a {type(leaf).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor, or an array or a scalar of NumPy's."""
+    """Return whether a leaf is a tensor, or a NumPy array or scalar."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""``ckpt latest``: what to resume from, for scripts."""
+"""``ckpt latest``: print the path of the newest checkpoint that verifies, for scripts that resume from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _latest(options: Options) -> int:
         try:
             info = catalog.newest_verified(order=only_checkpoints)
         except StorageError:
-            _why(options)  # of a checkpoint, says so
+            _why(options)  # raises a better error if the path is a checkpoint
             raise
     if info is None:
         return fail(options, f"there is nothing to resume in {options.directory}{_why(options)}", Exit.MISSING)
@@ -48,5 +48,5 @@ def _why(options: Options) -> str:
         found = find(options.directory, options.storage_options)
     except CheckpointNotFoundError:
         return ""
-    refuse_checkpoint(found, "latest")  # a script would start from the beginning
+    refuse_checkpoint(found, "latest")  # with "nothing to resume", a script would start from scratch
     return f": {found.hint(options.storage_options)}"

@@ -1,4 +1,4 @@
-"""``ckpt ls``: which checkpoints there are."""
+"""``ckpt ls``: list the checkpoints in directories, with commit time, state, step, size and metrics."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _ls(options: Options) -> int:
 
 
 def print_hints(places: Sequence[Found], options: Options, failures: Mapping[str, CheckpointError]) -> None:
-    """Say of what has no checkpoints of ours what it has, and where some are; ``failures`` are what is not known."""
+    """Print what places without our checkpoints hold, and where some are; nothing is claimed about ``failures``."""
     if not options.recursive:
         said = [place.hint(options.storage_options, options.verb) for place in places if not place.checkpoints]
     else:

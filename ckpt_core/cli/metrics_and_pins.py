@@ -1,4 +1,4 @@
-"""What checkpoints tell of themselves beyond their age: metrics, what their run called the best, and why they stay."""
+"""Read from checkpoints their metrics, the best checkpoint according to their run, and pins; explain why they stay."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SHOWN = 3  # metrics
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What a checkpoint tells."""
+    """What :func:`listen` has read from a checkpoint."""
 
-    metrics: Mapping[str, float]  # values that its run noted with it, by name
-    best: frozenset[str]  # names of the checkpoints that its run took for the best at that moment
-    note: str | None  # why it is pinned, "" if nobody has said; None if it is not pinned
+    metrics: Mapping[str, float]  # values that its run saved with it, by name
+    best: frozenset[str]  # names of the checkpoints that were the best according to its run when it was saved
+    note: str | None  # the reason for its pin, "" if none was given; None if it is not pinned
 
 
 def listen(infos: Sequence[CheckpointInfo], storage_options: dict[str, Any] | None) -> dict[str, Told]:
-    """Return what checkpoints tell, by path; no tensor is read. What cannot be asked tells nothing."""
+    """Read metrics, best checkpoints and pins of checkpoints, by path; no tensor is read, and errors are ignored."""
     found: dict[str, Told] = {}
 
     def ask(info: CheckpointInfo) -> None:
@@ -54,7 +54,7 @@ def _ask(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> Told:
     accelerate, callbacks = _mapping(values.get(_ACCELERATE)), _mapping(values.get("callbacks"))
     metrics = {**_mapping(values.get("metrics")), **_mapping(accelerate.get("metrics"))}
     metrics |= metrics_of({"callbacks": callbacks})
-    # without a metric to compare, Lightning calls its last checkpoint the best
+    # Without a monitored metric, Lightning calls its last checkpoint the best.
     compared = (state for key, state in callbacks.items() if "'monitor': None" not in str(key))
     best = (_mapping(state).get("best_model_path") for state in compared)
     return Told(
@@ -69,7 +69,7 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 
 def reasons(infos: Sequence[CheckpointInfo], told: Mapping[str, Told]) -> dict[str, list[str]]:
-    """Return why each checkpoint of one directory (the newest first) stays, as far as is known outside of its run."""
+    """Return the known reasons why retention keeps each checkpoint of one directory; ``infos`` are newest first."""
     found: dict[str, list[str]] = {info.path: [] for info in infos}
     newest = next((info for info in infos if info.is_readable), None)
     best = told[newest.path].best if newest is not None else frozenset()
@@ -85,7 +85,7 @@ def reasons(infos: Sequence[CheckpointInfo], told: Mapping[str, Told]) -> dict[s
 
 
 def pinned(note: str) -> str:
-    """Return that somebody has pinned a checkpoint, and why."""
+    """Return the text for a pinned checkpoint, with the reason for the pin."""
     return f"pinned ({note})" if note else "pinned"
 
 
@@ -95,6 +95,6 @@ def _is_copy(info: CheckpointInfo, other: CheckpointInfo) -> bool:
 
 
 def in_words(metrics: Mapping[str, float]) -> str:
-    """Return metrics in a few words: ``"loss=0.31 acc=0.9"``; of many, some."""
+    """Return metrics as short text: ``"loss=0.31 acc=0.9"``; of many, the first three and the number of others."""
     shown = [f"{name}={value:.4g}" for name, value in list(metrics.items())[:_SHOWN]]
     return " ".join(shown) + (f" +{len(metrics) - _SHOWN}" if len(metrics) > _SHOWN else "")

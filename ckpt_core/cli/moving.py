@@ -1,4 +1,4 @@
-"""``ckpt cp``, ``mv`` and ``sync``: checkpoints to another place, verified there."""
+"""``ckpt cp``, ``mv`` and ``sync``: copy or move checkpoints to another directory or store, and verify them there."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _FOOTER = b"ckpt_core torch_file"
 _BLOCK = 2**20  # bytes
-_MOVED = 4  # how often a checkpoint's bytes are moved: compared, read, written, and compared there
-_END = 256  # bytes at the end of a file, in which the digest of all digests is
+_MOVED = 4  # times that a checkpoint's bytes are transferred: verified, read, written, and verified at the target
+_END = 256  # bytes at the end of a file, which contain the digest of all digests
 
 
 def add_commands(commands: Commands) -> None:
@@ -99,7 +99,7 @@ def add_commands(commands: Commands) -> None:
 def _transfer_all(options: Options) -> int:
     removes = options.verb == "mv"
     _begin(options)
-    failures: dict[str, CheckpointError] = {}  # of some of several; the others are taken
+    failures: dict[str, CheckpointError] = {}  # if some of several sources fail, the others are transferred
     infos, is_many = _sources(options, failures)
     given = local_path(options.target)
     into = is_many or given.endswith("/") or _is_plain_directory(given, options.target_storage_options)
@@ -107,14 +107,14 @@ def _transfer_all(options: Options) -> int:
     refuse(given, options.target_storage_options)
     names = {info.name: info.path for info in infos}
     for info in infos if into else []:
-        if not _are_same(names[info.name], info.path, options):  # with --force, one would replace the other
+        if not _are_same(names[info.name], info.path, options):  # with --force, the second would replace the first
             raise CheckpointError(
                 f"{names[info.name]} has the same name",
                 path=info.path,
                 remedy=f"{options.verb} them to two directories",
             )
     if removes:
-        infos.sort(key=lambda info: not os.path.islink(info.path))  # links before what they lead to
+        infos.sort(key=lambda info: not os.path.islink(info.path))  # symbolic links before their targets
         for info in infos:
             _refuse_what_stays(info.path, info.is_directory)
     done: list[dict[str, Any]] = []
@@ -129,13 +129,13 @@ def _transfer_all(options: Options) -> int:
                 if info.path not in options.sources and not is_there(info.path, options.storage_options):
                     print(f"{printable(info.path)} was deleted meanwhile", file=sys.stderr)
                     continue
-                is_refused = isinstance(error, StorageError)  # by the store: the others would be, too
+                is_refused = isinstance(error, StorageError)  # by the storage, which would refuse the others, too
                 if not done if is_refused else len(infos) == 1 and not failures:
                     raise
                 failures[info.path] = error
                 if is_refused:
                     break
-                continue  # damaged, or no checkpoint
+                continue  # this source is damaged, or not a checkpoint
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"
@@ -152,10 +152,10 @@ def _transfer_all(options: Options) -> int:
 
 
 def _sources(options: Options, failures: dict[str, CheckpointError]) -> tuple[list[CheckpointInfo], bool]:
-    """Return what is to be transferred, and whether several could be meant.
+    """Return the checkpoints to transfer, and whether the sources can stand for several.
 
-    The newest comes last, so that an interruption leaves an older one behind. ``failures`` receives by path why one of
-    several cannot be taken.
+    The newest comes last, so that after an interruption the target lacks only newer ones. ``failures`` receives the
+    errors of single sources by path, if there are several.
     """
     infos: list[CheckpointInfo] = []
     is_many = len(options.sources) > 1
@@ -178,7 +178,7 @@ def _sources(options: Options, failures: dict[str, CheckpointError]) -> tuple[li
 
 
 def _begin(options: Options) -> None:
-    """Have the target reached as the source is, unless the options say how; refuse one without a bucket."""
+    """Use the source's storage options for the target if it has none of its own; refuse a target without a bucket."""
     if options.target_storage_options is None:
         options.target_storage_options = options.storage_options
     refuse_missing_bucket(options.target, options.target_storage_options)
@@ -189,14 +189,14 @@ def _begin(options: Options) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What a sync does about one checkpoint."""
+    """What a sync does with one checkpoint."""
 
-    action: str  # "copy", "replace", "was there", "keep", "delete"; or how that ended: "FAILED", "gone", "asked"
-    path: str  # of the source; of what is only at the target, there
-    target: str  # where it goes, or is
-    info: CheckpointInfo  # what is known of it
-    why: str = ""  # it is kept, deleted, or could not be copied
-    is_missing: bool = False  # whether the source has what the target has not, and nothing can be done about it
+    action: str  # "copy", "replace", "was there", "keep", "delete"; or the outcome: "FAILED", "gone", "asked"
+    path: str  # path at the source; for a checkpoint that is only at the target, its path there
+    target: str  # path at the target
+    info: CheckpointInfo
+    why: str = ""  # reason why it is kept, deleted, or could not be copied
+    is_missing: bool = False  # whether the target lacks this checkpoint of the source and sync cannot change that
 
     def __str__(self) -> str:
         arrow = "" if self.path == self.target else f" -> {self.target}"
@@ -227,7 +227,7 @@ def _sync(options: Options) -> int:
 
 
 def _plan(options: Options) -> tuple[list[_Step], list[_Step]]:
-    """Return what is to be done about the checkpoints of the source, oldest first, and about others at the target."""
+    """Return the steps for the checkpoints of the source, oldest first, and for surplus ones at the target."""
     source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
     refuse_itself(source, target)
     real = [path if is_remote(path) else os.path.realpath(path) for path in (source, target)]
@@ -320,7 +320,7 @@ def _in_a_line(error: CheckpointError) -> str:
 
 
 def _delete_at_target(steps: list[_Step], options: Options, is_whole: bool) -> list[_Step]:
-    """Delete what is to be deleted at the target, if that is safe and somebody has said so; return what was done."""
+    """Delete surplus checkpoints at the target if that is safe and the user has agreed; return what was done."""
     surplus = [step for step in steps if step.action == "delete"]
     if surplus and not is_whole:
         print("ckpt sync: nothing was deleted, because not all of the source is at the target", file=sys.stderr)
@@ -361,7 +361,7 @@ def _take_pin_along(info: CheckpointInfo, target: str, options: Options) -> None
 
 
 def _refuse_what_stays(path: str, is_directory: bool) -> None:
-    """Refuse what this user may not delete, before it is copied; of a store, only the deletion tells."""
+    """Refuse to move a checkpoint that this user may not delete; for a store, only the deletion shows that."""
     if is_remote(path):
         return
     place = local_path(path).rstrip("/")
@@ -378,7 +378,7 @@ def _refuse_what_stays(path: str, is_directory: bool) -> None:
 def _remove(info: CheckpointInfo, target: str, options: Options) -> None:
     source, path = full_path(info.path), full_path(target)
     origin, storage = storage_for(source, options.storage_options), storage_for(path, options.target_storage_options)
-    # the run may have saved under its name meanwhile
+    # The run may have saved a new checkpoint under this name meanwhile.
     if _identity(origin, source) is not None and not _is_same(origin, source, storage, path):
         raise CheckpointError(
             f"it was replaced while it was moved: the new checkpoint stays here, the old one is at {target}",
@@ -402,9 +402,9 @@ def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bo
 
 
 def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: bool) -> bool:
-    """Copy a checkpoint and verify the copy; return whether it was not there already.
+    """Copy a checkpoint and verify the copy; return False if the same checkpoint was at the target already.
 
-    If the source is damaged, the target is as it was before, or gone if it was replaced.
+    If the source is damaged, the target stays as it was, or is deleted if it had been replaced.
     """
     from ckpt_core._commit.rank_group import RankGroup
     from ckpt_core._commit.save_outcome import JointSave, SaveSeries
@@ -427,10 +427,10 @@ def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: boo
                 raise
         else:
             return False
-    # What is damaged at the source must not replace anything: it is compared there, and what has arrived, once more.
+    # A damaged source must not replace anything, so it is verified before the copy, and the copy afterwards.
     loading.verify(source, storage=origin)
     if not is_remote(path):
-        storage.remove_orphans(os.path.dirname(path))  # such as this command's, when it was killed before
+        storage.remove_orphans(os.path.dirname(path))  # for example, of this command if it was killed before
     if info.is_directory:
         joint = JointSave(SaveSeries(RankGroup.alone()), path, timeout=600.0)
         copy_directory(storage, lambda: (origin, source), path, joint)
@@ -441,16 +441,16 @@ def _transfer(info: CheckpointInfo, target: str, options: Options, *, force: boo
 
 
 def _are_same(first: str, second: str, options: Options) -> bool:
-    """Return whether two paths are of one checkpoint, or of copies of it."""
+    """Return whether two paths refer to one checkpoint, or to copies of it."""
     one, other = (path if is_remote(path) else os.path.realpath(path) for path in map(full_path, (first, second)))
     storage = storage_for(one, options.storage_options)
     return one == other or _is_same(storage, one, storage_for(other, options.storage_options), other) is True
 
 
 def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool | None:
-    """Return whether there is the same checkpoint at the target; None if nothing is there.
+    """Return whether the same checkpoint is at the target; None if nothing is there.
 
-    Of other programs' files, every byte is compared.
+    For files of other programs, every byte is compared.
     """
     there = _identity(storage, path)
     if there is None:
@@ -467,7 +467,7 @@ def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool 
 
 
 def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
-    """Return what tells a checkpoint from any other, of another program's only its size; None if nothing is there."""
+    """Return a value that identifies a checkpoint (only its size for other programs' files); None if missing."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
 
     if is_directory_checkpoint(storage, path):
@@ -475,7 +475,7 @@ def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
             with DirectoryReader(path, storage) as checkpoint:
                 return "directory", (checkpoint.save_id, checkpoint.stamp)
         except (CheckpointCorruptedError, CheckpointFormatError):
-            return "damaged", object()  # like no other
+            return "damaged", object()  # equal to no other
         except CheckpointNotFoundError:
             return None  # deleted meanwhile
     if not storage.exists(path):

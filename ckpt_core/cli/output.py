@@ -1,4 +1,4 @@
-"""What the command prints: tables, sizes and ages for people, JSON for programs."""
+"""Print the output of the command: tables, cards, ages and errors for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_core.errors import UnsafeCheckpointError
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "dim": 2}
 
-# What people ask for first. Whatever else there is, such as what loops, callbacks and plugins note, comes after.
+# Parts of a state in the order in which they are shown. Others, such as loops and callbacks, come after these.
 _FIRST = (
     {"state_dict", "model", "module"},
     {"optimizer_states", "optimizer"},
@@ -27,12 +27,12 @@ _FIRST = (
     {"lr_schedulers", "scheduler"},
 )
 _WORD = re.compile(r"\W.*")
-_BEGINNING = re.compile(r" *(?:[-+~] )?")  # of a line, which stays with the word after it
+_BEGINNING = re.compile(r" *(?:[-+~] )?")  # indentation and sign of a line, which stay with the first word
 _INDEX = re.compile(r"_\d+$")  # Accelerate's second model is model_1
 
 
 def interest(part: str) -> int:
-    """Return how early people ask for a part of a state, of which this is the first name: 0 is first."""
+    """Return the position at which to show a part of a state, by its top-level name: 0 is first."""
     name = _INDEX.sub("", part)
     return next((place for place, names in enumerate(_FIRST) if name in names), len(_FIRST))
 
@@ -52,12 +52,12 @@ def count(number: int, thing: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text without what would break the line or control the terminal."""
+    """Return text with all characters escaped that would break the line or control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def complain(error: Exception | str, command: str = "ckpt") -> None:
-    """Print an error in words, without characters that would control the terminal."""
+    """Print an error to stderr, without characters that would control the terminal."""
     text = f"{command}: {error}" if isinstance(error, str) else f"{command}: {type(error).__name__}: {error}"
     print("\n".join(printable(line) for line in text.split("\n")), file=sys.stderr)
 
@@ -70,8 +70,8 @@ def print_json_error(error: Exception | str, code: int) -> None:
 
 
 def fail(options: argparse.Namespace, error: Exception | str, code: int, *, said_by: str = "ckpt") -> int:
-    """Say why a command does nothing, with ``--json`` as its document, too, and return its exit code."""
-    if isinstance(error, UnsafeCheckpointError):  # what it says of weights_only is for programs
+    """Print why a command does nothing, with ``--json`` also as its JSON document, and return its exit code."""
+    if isinstance(error, UnsafeCheckpointError):  # its own remedy, weights_only, is for programs
         error.remedy = "if you trust its author, ckpt convert and diff take --allow-pickle: it can run arbitrary code"
     complain(error, said_by)
     if options.json:
@@ -80,18 +80,18 @@ def fail(options: argparse.Namespace, error: Exception | str, code: int, *, said
 
 
 def styled(text: str, style: str) -> str:
-    """Return text in a style (``"bold"``, ``"red"``, ...), where a person reads it on a terminal and wants styles."""
+    """Return text in a style (``"bold"``, ``"red"``, ...) if stdout is a terminal and styles are not disabled."""
     is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\033[{_STYLES[style]}m{text}\033[0m" if text and style and is_wanted else text
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document; what JSON has no type for, NaN and infinity among it, is printed as text."""
+    """Print a JSON document; values that JSON cannot represent, including NaN and infinity, are printed as text."""
     print(json.dumps(_strict(value), indent=2, default=str))
 
 
 def _strict(value: Any) -> Any:
-    """Return a value without numbers that programs which read JSON refuse."""
+    """Return a value with NaN and infinity replaced by text, because strict JSON parsers refuse them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -100,14 +100,14 @@ def _strict(value: Any) -> Any:
 
 
 def _terminal_width() -> int | None:
-    """Return how many characters a person's terminal shows in a line; None where no person reads."""
+    """Return the width of the terminal in characters; None if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def print_lines(text: str, style: str = "", *, to: int | None = None, indent: int = 4) -> None:
-    """Print a line in a style, which ends at the character ``to``.
+    """Print a line, with its first ``to`` characters (by default all) in a style.
 
-    On a terminal that is too narrow, it is broken between words, and what follows is indented.
+    If the terminal is too narrow, the line is broken between words, and its other lines are indented.
     """
     line, width = printable(text), _terminal_width()
     lines = [line]
@@ -127,7 +127,7 @@ def print_lines(text: str, style: str = "", *, to: int | None = None, indent: in
 
 
 def print_card(rows: Iterable[Sequence[str]]) -> None:
-    """Print names and, in a second column, what belongs to each."""
+    """Print two columns: names and their texts."""
     found = [*rows]
     widest = max(len(name) for name, _ in found)
     for name, text in found:
@@ -137,10 +137,10 @@ def print_card(rows: Iterable[Sequence[str]]) -> None:
 def print_table(
     rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), styles: Mapping[str, str] | None = None
 ) -> None:
-    """Print rows in columns that are as wide as they must be, without a heading; the last one is not padded.
+    """Print rows in columns as wide as their widest cell, without a heading; the last column is not padded.
 
-    Empty columns are left out, those of the numbers ``right`` are aligned to the right. ``styles`` says in which style
-    a cell is, by its first word. Columns for which a terminal is too narrow are on a second line of each row.
+    Empty columns are left out, and those with an index in ``right`` are aligned to the right. ``styles`` has the style
+    of a cell by its first word. Columns that do not fit into the terminal are printed on a second line of each row.
     """
     found = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]

@@ -1,8 +1,8 @@
-"""What every verb of the command has in common: options that stand in any place, exit codes, suggestions.
+"""Argument parser of the ``ckpt`` command: options of all verbs, exit codes, suggestions for typing errors.
 
-A file of verbs has one function, ``add_commands(commands)``, which calls :meth:`Commands.add` for each verb, and is
-listed in :mod:`ckpt_core.cli.command`. Modules that import torch, numpy or stamina are imported inside of the
-functions that run: the help must not wait for them.
+A module of verbs has one function, ``add_commands(commands)``, which calls :meth:`Commands.add` for each verb, and is
+listed in :mod:`ckpt_core.cli.command`. Modules that import torch, numpy or stamina are imported inside the functions
+that run, so that the help does not wait for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Options = argparse.Namespace
 STORE_OPTIONS = "--endpoint-url, --profile, --storage-options; or AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID"
-FORMATS = {"file": 1, "directory": 3}  # what is written; a test compares them with the layouts
+FORMATS = {"file": 1, "directory": 3}  # format versions that this package writes; a test checks them
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNKNOWN_CHOICE = re.compile(r"argument (.+): invalid choice: '([^']*)' \(choose from (.*)\)")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: .*?(--[a-z-]+)")
@@ -34,22 +34,22 @@ _OPTION = re.compile(r"--[a-z][a-z-]+")
 
 
 class Exit(enum.IntEnum):
-    """What the command returns."""
+    """Exit codes of the command."""
 
-    OK = 0  # all went well
+    OK = 0  # success
     FAILED = 1  # a checkpoint is damaged, two differ, or the work could not be done
-    USAGE = 2  # the words of the command make no sense
-    MISSING = 3  # nothing is there
-    FOREIGN = 4  # what is there is no checkpoint that can be judged
-    INTERRUPTED = 130  # Ctrl-C, as shells have it
-    CLOSED_PIPE = 141  # who reads the output has ended (| head), as shells have it
+    USAGE = 2  # the arguments are invalid
+    MISSING = 3  # there is nothing at the path
+    FOREIGN = 4  # the file or directory is not a checkpoint that can be verified
+    INTERRUPTED = 130  # Ctrl-C, by the convention of shells
+    CLOSED_PIPE = 141  # the reader of the output has ended (| head), by the convention of shells
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that suggests what may have been meant."""
+    """An argument parser that suggests similar words for unknown verbs, choices and options."""
 
     verbs: Mapping[str, _Parser] = {}
-    words: Sequence[str] = ()  # those of the command
+    words: Sequence[str] = ()  # all arguments of the command
     prints_json = False
 
     def error(self, message: str) -> NoReturn:
@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
             message = said + _suggestion(unknown[2], re.findall(r"[\w-]+", unknown[3]))
             if unknown[1] == "COMMAND" and (verbs := [word for word in _Parser.words if word in self.verbs]):
                 message = f"{said}: the command comes before its paths: ckpt {verbs[0]} {unknown[2]}"
-        parser = next((self.verbs[word] for word in _Parser.words if word in self.verbs), self)  # that was meant
+        parser = next((self.verbs[word] for word in _Parser.words if word in self.verbs), self)  # of the intended verb
         option = _UNKNOWN_OPTION.search(message)
         if option is not None:
             message += _suggestion(option[1], set(_OPTION.findall(parser.format_help())))
@@ -98,7 +98,7 @@ class Commands:
 
     @property
     def parsers(self) -> dict[str, _Parser]:
-        """Those of the verbs, in the order of the help."""
+        """The parsers of the verbs by name, in the order of the help."""
         return dict(self._parsers.choices)
 
     def add(
@@ -111,10 +111,10 @@ class Commands:
         epilog: str = "",
         codes: str = "0 success, 1 failure, 2 usage.",
     ) -> argparse.ArgumentParser:
-        """Add a verb, which ``run`` does with the options, and return its parser.
+        """Add a verb that calls ``run`` with the options, and return its parser.
 
-        ``run`` returns the exit code, and may raise a ``CheckpointError``. ``help`` says in one line what it does,
-        ``example`` shows words that follow the verb, ``codes`` says what the exit codes mean.
+        ``run`` returns the exit code, and may raise a ``CheckpointError``. ``help`` describes the verb in one line,
+        ``example`` shows arguments that follow it, ``codes`` explains the exit codes.
         """
         parser = self._parsers.add_parser(
             name,
@@ -129,9 +129,9 @@ class Commands:
 
 
 def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Commands], None]]) -> Options | None:
-    """Return the options; None if there is nothing to run, and the help was printed.
+    """Parse the arguments and return the options; print the help and return None if there is no verb.
 
-    ``add_commands`` are those of the files of verbs, in the order of the help.
+    ``add_commands`` are the functions of the modules of verbs, in the order of the help.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["help"]:
@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
     for add in add_commands:
         add(commands)
     parser.verbs = commands.parsers
-    # Defaults are here and not in the parsers, where those of a verb would replace what was said before it.
+    # Defaults are set here, because defaults in a verb's parser would override options given before the verb.
     defaults = Options(json=False, quiet=False, storage_options=None, endpoint_url=None, profile=None, run=None)
     options = parser.parse_args(words, defaults)
     if options.run is None:
@@ -189,7 +189,7 @@ def _storage_options(options: Options) -> dict[str, Any] | None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return a JSON object, for an option."""
+    """Parse the value of an option as a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -200,7 +200,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def nbytes(text: str) -> int:
-    """Return a number of bytes, such as ``5GB``, for an option."""
+    """Parse the value of an option as a size, such as ``5GB``, and return it in bytes."""
     found = re.fullmatch(r"([0-9]+) *([A-Za-z]*)", text)
     if found is None or found[2].upper() not in _UNITS or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 5GB")

@@ -1,4 +1,4 @@
-"""Progress on the terminal, for what reads or writes many bytes."""
+"""Progress bars on the terminal, for verbs that read or write many bytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt_core.storage.counting import counting
 
 @contextlib.contextmanager
 def progress(options: Options, what: str, total: int | None) -> Iterator[None]:
-    """Show a bar with speed and time left while the body runs, where a person sees it and tqdm is installed.
+    """Show a bar with speed and time left while the body runs, if stderr is a terminal and tqdm is installed.
 
-    What is read from and written to the storages that the body makes moves it; ``total`` is in bytes, if it is known.
+    It counts bytes read from and written to storages that the body creates; ``total`` is in bytes, None if unknown.
     """
     try:
         from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""``ckpt rehearse``: whether a training script resumes exactly, tried before it matters."""
+"""``ckpt rehearse``: test whether a training script resumes exactly, before a real interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckpt report``: what checkpoints of a run have cost, from its event log; as text, JSON, one HTML page, a picture."""
+"""``ckpt report``: show what the checkpoints of a run cost, from its event log: text, JSON, an HTML page, a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckpt prune``, ``clean``, ``keep`` and ``drop``: what retention keeps, and what is deleted."""
+"""``ckpt prune``, ``clean``, ``keep`` and ``drop``: delete old checkpoints and leftovers, pin and unpin checkpoints."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _prune(options: Options) -> int:
     refuse_checkpoint(found, "prune")
     for info in found.checkpoints:
         state_of(info, options.storage_options, failures=failures)
-    if failures:  # a rule may count from it, and would keep others if it were known
+    if failures:  # an unreadable checkpoint may change which others the rules keep
         for error in failures.values():
             complain(error)
         said = f"nothing was deleted, because not all of {options.directory} could be read"
@@ -131,7 +131,7 @@ def _prune(options: Options) -> int:
     is_done = is_sure and not options.dry_run
     if is_done and surplus and (problem := _problem_of_newest(decisions, options)):
         return fail(options, f"nothing was deleted, because {problem}", Exit.FAILED, said_by="ckpt prune")
-    stays = list[str]()  # pinned, or saved anew, since it was asked
+    stays = list[str]()  # checkpoints that were pinned or saved again while the user was asked
     if is_done and surplus:
         now = {info.path: info for info in find(options.directory, options.storage_options, failures={}).checkpoints}
         stays = [info.path for info in surplus if now.get(info.path, info) != info]
@@ -192,9 +192,9 @@ def _unknown_metrics(rules: Iterable[tuple[str, RetentionPolicy]], told: Mapping
 def _decide(
     infos: Sequence[CheckpointInfo], rules: Sequence[tuple[str, RetentionPolicy]], told: Mapping[str, Told]
 ) -> list[_Decision]:
-    """Return why each checkpoint stays, in the order given, the newest first; no reason where it may go.
+    """Return the reasons to keep each checkpoint of ``infos`` (newest first); one without a reason may be deleted.
 
-    Copies, such as ``last.ckpt`` of the newest, are one checkpoint.
+    Copies, such as ``last.ckpt`` of the newest, count as one checkpoint.
     """
     reasons: dict[str, list[str]] = {}
     copies: dict[tuple[float, int], list[CheckpointInfo]] = {}
@@ -253,7 +253,7 @@ def _clean(options: Options) -> int:
     if options.directory is None:
         said = "name a directory, or ask for the memory: ckpt clean --memory"
         return fail(options, said, Exit.USAGE, said_by="ckpt clean")
-    # A directory that is not there is an error; what a closed one in it holds is of no matter, its name says enough.
+    # A missing directory is an error; unreadable directories in it are not, since leftovers are recognized by name.
     found = find(options.directory, options.storage_options, failures={})
     if found.is_checkpoint and not found.checkpoints[0].is_directory:
         refuse_checkpoint(found, "clean")
@@ -273,7 +273,7 @@ def _clean(options: Options) -> int:
 
 
 def _kept_from_this_user(directory: str) -> list[str]:
-    """Return what is unfinished in a local directory, and what this user may not ask for its lock, or not delete."""
+    """Return the unfinished files and directories in a local directory that this user may not lock or delete."""
     if is_remote(directory):
         return []
     effective = os.access in os.supports_effective_ids

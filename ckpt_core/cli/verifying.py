@@ -1,4 +1,4 @@
-"""``ckpt verify``: is it what was saved?"""
+"""``ckpt verify``: compare every byte of checkpoints with its digest."""
 
 from __future__ import annotations
 
