@@ -348,7 +348,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             self.save([], path, write_files=fail, **about)
 
     def _name_of(self, path: StrPath) -> str:
-        """Return where a checkpoint is saved; on one of several ranks, an invalid path is refused later, on all."""
+        """Return the path at which a checkpoint is saved; if invalid with several ranks, all of them fail later."""
         try:
             return self._save_path(path)
         except Exception:

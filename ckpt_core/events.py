@@ -139,7 +139,7 @@ class CheckpointSkipped(Event):
     """A resume passed over a checkpoint that does not verify.
 
     Attributes:
-        reason: Why, in words.
+        reason: Why it was passed over, in words.
     """
 
     reason: str

@@ -133,7 +133,7 @@ class Process:
     _copied: list[Save] = dataclasses.field(default_factory=list, repr=False)  # states copied but not durable, in order
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add one event, which must be later than those added before."""
+        """Add one event; call it in the order of the log."""
         kind, moment = event["event"], float(event["time"])
         begun = moment - float(event.get("stall_seconds") or event.get("seconds") or 0.0)
         self.first, self.last = min(self.first, begun), max(self.last, moment)
@@ -530,7 +530,7 @@ def _time_line(processes: Sequence[Process]) -> str:
 
     def bar(start: float, stop: float, top: int, style: str, note: str) -> str:
         left, width = (start - begin) * scale, (stop - start) * scale
-        # Bars narrower than a pixel are paler the narrower they are, so that many short stalls do not look like a long.
+        # The narrower a bar below one pixel, the paler it is: many short stalls must not look like one long stall.
         pale = f" opacity='{max(width, 0.15):.2f}'" if width < 1 and crowded and style != "x" else ""
         return (
             f"<rect x='{left:.1f}' y='{top}' width='{max(width, 1.0):.1f}' height='10' class='{style}'{pale}>"

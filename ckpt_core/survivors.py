@@ -3,9 +3,9 @@
 Where ranks are replicas of each other (DDP), the state that only the dead rank had is small: random generators, data
 position. Each rank writes this per-rank state to a file after each step, where it survives SIGKILL. A rank that leaves
 a failed collective records that in its file, and reads the files of the other ranks. The survivors choose the earliest
-of their last steps whose weights are all still held. Of the ranks that hold them, the lowest saves; with HSDP, the
-lowest that holds each shard. They communicate only through these files, since the process group is broken and the
-store may have died with rank 0. No wait is unlimited.
+of their last steps for which they still hold all weights. Of the ranks that hold them, the lowest saves; with HSDP, the
+lowest for each shard. They communicate only through these files, since the process group is broken and the store may
+have died with rank 0. No wait is unlimited.
 
 The idea: Gupta et al., "Just-In-Time Checkpointing: Low Cost Error Recovery from Deep Learning Training Failures",
 EuroSys 2024.

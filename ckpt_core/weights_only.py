@@ -48,7 +48,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def refused_in(error: BaseException) -> str | None:
-    """Return what ``weights_only=True`` refuses in a valid pickle; None if the pickle is damaged.
+    """Return torch's reason for refusing a valid pickle with ``weights_only=True``; None if the pickle is damaged.
 
     Pickles of newer protocols, which torch does not read, count as valid, and so do numbers that are too long for it.
 

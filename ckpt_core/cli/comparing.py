@@ -190,7 +190,7 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]] | None:
 
 
 def _is_same_object(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two special tensors (sparse, quantized, subclasses) have the same pickle and the same bytes."""
+    """Return whether two nested, sparse, quantized or subclassed tensors have the same pickle and the same bytes."""
     from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
 
     parts = []

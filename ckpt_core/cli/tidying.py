@@ -155,7 +155,7 @@ def _prune(options: Options) -> int:
 
 
 def _problem_of_newest(decisions: Sequence[_Decision], options: Options) -> str:
-    """Verify what is to be resumed from, which may be damaged where its manifest is not; return "" if it is whole."""
+    """Verify the newest checkpoint, since only its manifest has been read so far; return the problem, "" if intact."""
     from ckpt_core._pipeline import loading
 
     problem = "there is none to resume from"
@@ -175,7 +175,7 @@ def _problem_of_newest(decisions: Sequence[_Decision], options: Options) -> str:
 
 
 def agreed(options: Options) -> bool:
-    """Ask whether what was shown is to be deleted, and return the answer; no where nobody can be asked."""
+    """Ask the user whether to delete the checkpoints shown, and return the answer; False without a terminal."""
     if options.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:

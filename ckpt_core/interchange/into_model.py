@@ -352,7 +352,7 @@ class _Plan:
 
 
 def _first_parts(names: Iterable[str], others: Container[str]) -> str | None:
-    """Return the prefix without which most ``names`` would be in ``others``, such as ``"module._orig_mod."``."""
+    """Return the most common prefix of ``names`` after which the rest is in ``others``: ``"module._orig_mod."``."""
     dots = ((name, dot.end()) for name in names for dot in re.finditer(r"\.", name))
     found = collections.Counter(name[:end] for name, end in dots if name[end:] in others)
     return max(found, key=lambda prefix: found[prefix]) if found else None
