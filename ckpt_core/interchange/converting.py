@@ -335,8 +335,8 @@ def import_dcp(
 
     One tensor, or DCP's chunk of one, is in memory at a time. No code from the checkpoint is run: its metadata are read
     by a reader that accepts only descriptions of tensors, and its objects by ``torch.load(weights_only=True)``. DCP
-    keeps no digests, so damage from before the import is not detected. A checkpoint that :func:`convert_to_dcp` wrote
-    is restored as :func:`convert_to_directory` would write it.
+    keeps no digests, so values that were damaged before the import stay damaged. A checkpoint that
+    :func:`convert_to_dcp` wrote is restored as :func:`convert_to_directory` would write it.
 
     Args:
         source: The DCP checkpoint: a directory or a URL.

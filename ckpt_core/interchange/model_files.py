@@ -238,7 +238,7 @@ def import_model(
 ) -> int:
     """Convert a model in safetensors files to a directory checkpoint, and return its size in bytes.
 
-    One tensor is in memory at a time. Safetensors keeps no digests: damaged values from before the import stay damaged.
+    One tensor is in memory at a time. Safetensors has no digests: values that were damaged before the import stay so.
 
     Args:
         source: The model's directory or URL: ``model.safetensors``, the index and the files that it names, or PEFT's
