@@ -1,4 +1,4 @@
-"""Installs checkpointing in Accelerate: for one Accelerator, or for all of a process."""
+"""Installs checkpointing in Accelerate, by replacing methods: for one Accelerator, or for all of a process."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def drain(*, raised: bool, tell_trackers: bool = False) -> None:
     failure: CheckpointError | None = None
     for session in unfinished_sessions():
         try:
-            if session.accelerator is None:  # other ranks may have none any more
+            if session.accelerator is None:  # it was deleted, on other ranks perhaps not
                 session.checkpointer.close()
             else:
                 if not raised:
@@ -167,7 +167,7 @@ def _init(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
 
 def _begin(accelerator: Any) -> None:
     accelerator.resumed = None
-    # Opens the session now, while all ranks are together; a save may be called on one rank.
+    # Opens the session now, while all ranks are together: a save may later be called on one rank alone.
     is_ours = _session(accelerator) is not None
     if not is_ours and accelerator.distributed_type in _OTHERS_FORMAT:
         log.warning(
@@ -239,7 +239,7 @@ _LOCAL_SGD: dict[str, Callable[[Session, Any], None]] = {
 
 
 def _listen() -> None:
-    # On the class, so that a method of the user's own subclass is called first, and calls ours as its super().
+    # On the class, so that a method of the user's own subclass is called first, and reaches ours through super().
     if not _methods:
         for name, around in _AROUND.items():
             _methods.wrap(Accelerator, name, around)
@@ -270,7 +270,7 @@ def _prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     prepared = original(accelerator, *args, **kwargs)
     session = session_of(accelerator)
     if session is not None and accelerator._optimizers:  # an evaluation needs no writable directory
-        refuse_unwritable(session)  # after the models' collectives, because before, ranks may be minutes apart
+        refuse_unwritable(session)  # after the collectives of prepare, because before them ranks may be minutes apart
     return prepared
 
 
@@ -337,12 +337,12 @@ def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
 def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     """Make deferred saves between two batches, where the script has finished its step.
 
-    Saves that the script did not request are not made after the last batch of an epoch: a resume begins with the next
-    epoch, and would skip what the script does at the end of one. They are made when the next epoch begins.
+    Saves that the script did not request are not made after the last batch of an epoch: a resume would begin with the
+    next epoch, and skip what the script does at the end of one. They are made when the next epoch begins.
     """
     begins = True
     for session in live_sessions():
-        if session.saves_alone is None:  # otherwise what saves alone knows when a step begins
+        if session.saves_alone is None:  # otherwise the integration that set it notes the starts of steps
             note_start(session)
     for batch in original(loader):
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}
@@ -366,7 +366,7 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
 
 
 def _of_local_sgd(tell: Callable[[Session, Any], None]) -> Callable[..., Any]:
-    """Return what calls ``tell(session, context)`` when that method of ``LocalSGD`` has been called."""
+    """Return a wrapper for a method of ``LocalSGD`` that then calls ``tell(session, context)``."""
 
     def around(original: Any, context: Any, *args: Any) -> Any:
         result = original(context, *args)

@@ -1,7 +1,7 @@
-"""Accelerate's side of the flight recorder: what of a script's training is recorded, and how the user hears of it.
+"""Accelerate's side of the flight recorder: records the steps of a script, and reports differences after a resume.
 
-A script has no steps that one could see but those of its optimizers. A record is made of each: the batches that were
-handed out since the one before and that a backward pass followed, the loss that ``accelerator.backward`` was given, the
+The only steps of a script that can be observed are those of its optimizers. Each makes one record: the batches that
+were handed out since the step before and that a backward pass followed, the loss given to ``accelerator.backward``, the
 learning rates, a sample of the weights.
 """
 
@@ -45,16 +45,16 @@ class Fetched:
         self._drop_unused()
 
     def fetch(self, number: int, rng: RngState | None, batch: Any) -> int:
-        """Note a batch, while it is in host memory, by the number of the fetch in this iteration; return its digest.
+        """Note a batch while it is in host memory, by the ``number`` of its fetch in this iteration; return its digest.
 
-        ``rng`` are the random generators before it; None where workers fetch.
+        ``rng`` are the random generators before the fetch; None if workers fetch.
         """
         digest = digest_batch(batch)
         self._ahead[number] = None if rng is None else digest_generators(rng), digest
         return digest
 
     def hand_out(self, first: int, end: int) -> None:
-        """Note that the script is given the batches of some fetches."""
+        """Note that the script gets the batches of the fetches from ``first`` to before ``end``."""
         self._recording.settle()
         self._recording.threads.add(threading.get_ident())
         found = [self._ahead.pop(number, None) for number in range(first, end)]
@@ -63,7 +63,7 @@ class Fetched:
             self._recording.given.add(self)
 
     def end(self) -> None:
-        """Note that the iteration is over, or left."""
+        """Note that the iteration has ended, or that the script has left the loop."""
         self._recording.settle()
         self._drop_unused()
 
@@ -72,7 +72,7 @@ class Fetched:
         self._recording.given.discard(self)
 
     def take(self) -> list[_Digests]:
-        """Return the digests of what was handed out, which was used now."""
+        """Return the digests of the batches that were handed out, and count them as used."""
         found, self._unused = self._unused, []
         return found
 
@@ -80,8 +80,8 @@ class Fetched:
 class Recording:
     """Records the training of one Accelerator, on one rank.
 
-    ``accelerator`` returns it, and ``announce`` prints a line on rank 0. Loaders that have handed out batches that no
-    backward pass has followed yet are in ``given``, threads that were given any in ``threads``.
+    ``accelerator`` returns the Accelerator, and ``announce`` prints a line on rank 0. ``given`` are the loaders that
+    have handed out batches with no backward pass since, ``threads`` the threads that got batches.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class Recording:
         self._is_used = True
         self.settle()
         used, self._used, loss, self._loss = self._used, [], self._loss, None
-        # what another thread has taken may be of this step or of a later one
+        # batches that another thread has taken may belong to this step or to a later one
         is_here = self.threads <= {threading.get_ident()}
         is_whole, self._is_partial = bool(used) and is_here and not self._is_partial, False
-        # of several loaders nobody knows which one a resumed script asks first
+        # with several loaders, it is not known which one a resumed script reads first
         has_first, self._has_several = is_whole and not self._has_several, False
         generators = used[0][0] if has_first else None
         if has_first and generators is None:
-            generators = digest_generators()  # workers have fetched: nothing is drawn here until the step is over
+            generators = digest_generators()  # workers have fetched, which draws nothing in this process
         self._recorder.record(
             number=self._number,
             epoch=0,
@@ -154,10 +154,10 @@ class Recording:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def lies_in(self, path: str, rank: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Note where a checkpoint is: records lie beside the directory of the first one.
+        """Note the path of a checkpoint: the record file is in the directory of the first one.
 
-        ``saved`` is what it holds of the recorder, if it is resumed from: the run that saved it may have recorded
-        elsewhere.
+        ``saved`` is the recorder's state in it, if the run resumes from it: the run that saved it may have recorded to
+        another directory.
         """
         if self._file or is_remote(path):
             return
@@ -172,11 +172,11 @@ class Recording:
         return {**self._recorder.capture(), "number": self._number, "file": self._file}
 
     def resume(self, saved: Mapping[str, Any] | None, *, window_open: bool) -> None:
-        """Compare what is done from now on with what the interrupted run did; None where that makes no sense.
+        """Compare the steps from now on with those of the interrupted run, unless ``saved`` is None.
 
-        ``window_open`` says that the checkpoint is inside a window of gradient accumulation.
+        ``window_open`` is whether the checkpoint is inside a window of gradient accumulation.
         """
-        # a run that goes back to an earlier state of its own does something else on purpose
+        # a run that goes back to an earlier state of its own may differ on purpose
         self._recorder.resume(None if self._has_recorded else saved)
         self._number = int(saved["number"]) if saved is not None else 0
         self._used, self._loss, self._is_used, self._is_partial = [], None, False, window_open

@@ -1,7 +1,7 @@
-"""What an Accelerator does in a process of ``ckpt rehearse``: it saves, takes notes of each step, and ends early.
+"""Accelerate's side of a rehearsal: in its processes, an Accelerator saves, takes notes of each step, and ends early.
 
-The script stays as it is. Its checkpoints go elsewhere, its trackers are not started, and what comes after the
-rehearsed steps is not done. A resumed script loads what the rehearsal wants, wherever it looks itself.
+The script is not changed. Its checkpoints go to another directory, its trackers are not started, and code after the
+rehearsed steps is not run. A resumed script loads the rehearsal's checkpoint, whatever path it asks for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_SAVES = 4
 
 
 def is_rehearsed() -> bool:
-    """Return whether this process is one of a rehearsal."""
+    """Return whether this process belongs to a rehearsal."""
     return Plan.of_environment() is not None
 
 
@@ -48,13 +48,13 @@ class Rehearsal:
 
     def __init__(self, session: Any, plan: Plan) -> None:
         self._session, self._plan, self.resume = session, plan, plan.resume
-        # a resumed run must not save where the next one resumes from
+        # a resumed run must not save to the directory that the next one resumes from
         self._checkpoints = plan.checkpoints if plan.resume is None else os.path.join(plan.directory, "checkpoints")
         accelerator = session.accelerator
         self._notes = Notes(plan, accelerator.process_index)
         self._data: list[Any] = []
-        self.has_all_data = False  # whoever trains prepares another loader for each evaluation
-        self.window = 0  # batches of a step, where the Accelerator is not told
+        self.has_all_data = False  # True: loaders prepared from now on are for evaluations
+        self.window = 0  # batches per step, if an integration knows it and the Accelerator does not
         self._pending: list[dict[str, Any]] = []
         self._used: list[dict[str, Any]] = []
         self._losses: list[Any] = []
@@ -83,14 +83,14 @@ class Rehearsal:
     # ---- what the script does ----------------------------------------------------------------------------------------
 
     def prepared(self, loader: Any) -> None:
-        """Note what a loader of the script's is made of, unless it is prepared for one evaluation only."""
+        """Note the data set and samplers of a loader of the script, unless it is prepared for one evaluation only."""
         if self.has_all_data:
             return
         parts = (getattr(loader, name, None) for name in _OF_LOADERS)
         self._data += [part for part in parts if part is not None and not any(part is other for other in self._data)]
 
     def hand_out(self, loader: Any, batch: Any, *, begins: bool) -> None:
-        """Note a batch that the script is given, and whether an epoch begins with it."""
+        """Note a batch that the script gets, and whether an epoch begins with it."""
         if self._step is None:
             self._step = self._session.step
         parts = {name or "batch": leaf for name, leaf in leaves(batch)}
@@ -99,7 +99,7 @@ class Rehearsal:
         self._notes.hand_out(self._epochs[id(loader)], loader.base_dataloader, parts, Internals(loader).fetches)
 
     def backward(self, loss: Any) -> None:
-        """Note a backward pass: what was handed out before it was trained on."""
+        """Note a backward pass: the batches that were handed out before it count as trained on."""
         self._used += self._pending
         self._pending = []
         self._notes.trains()
@@ -110,7 +110,7 @@ class Rehearsal:
         self._logged.update(values)
 
     def after_batch(self, loader: Any) -> None:
-        """The script wants the next batch: take notes if it has stepped, and save or end if that is due."""
+        """Take notes if the script has stepped, and save or end if that is due; called when it asks for a batch."""
         self._pending = []
         if self._plan.ranks is not None:
             if self._notes.handed and self._session.data.is_between:
@@ -147,7 +147,7 @@ class Rehearsal:
         return math.ceil((self._plan.batches(per_epoch, window) or window) / window)
 
     def target(self, output_dir: Any) -> str:
-        """Return where a save of the script goes, and note it as a point to resume from."""
+        """Return where to write a save of the script, and note it as a point to resume from."""
         target = target_of(self._session.accelerator, output_dir)
         if not os.path.abspath(target).startswith(os.path.dirname(self._plan.directory)):
             target = os.path.join(self._checkpoints, os.path.basename(os.path.normpath(target)))
@@ -158,7 +158,7 @@ class Rehearsal:
         return target
 
     def source(self, input_dir: Any) -> Any:
-        """Return what ``load_state`` loads; ``LookupError`` if nothing: this run begins at the beginning."""
+        """Return the path for ``load_state`` to load; raise ``LookupError`` if this run starts from the beginning."""
         if self._plan.resume is not None and not self._has_loaded:
             self._has_loaded = True
             self._notes.resumed()
@@ -180,10 +180,10 @@ class Rehearsal:
             self.is_saving = False
             naming.automatic_checkpoint_naming, naming.iteration = automatic, count
 
-    is_saving = False  # whether it is the rehearsal that saves, and not the script
+    is_saving = False  # whether the rehearsal is saving, and not the script
 
     def _note(self, path: str, point: str) -> None:
-        # the notes of this step may follow, and are not compared
+        # notes of the present step may follow after this save; what came before it in the step is not compared
         saved = {"point": point, "path": path, "number": self._session.step, "place": self._place}
         saved["handed"] = self._notes.handed
         self._saves.append(saved)
@@ -200,7 +200,7 @@ class Rehearsal:
         self._notes.write()
 
     def leave_if_begun(self) -> None:
-        """The script says that its training is over."""
+        """End the process if training has begun; called when the script ends its training."""
         if self._step is not None:
             self._leave()
 
@@ -229,7 +229,7 @@ class Rehearsal:
         used, self._used = self._used, []
         losses, self._losses = self._losses, []
         logged, self._logged = self._logged, {}
-        # counted from the step: a run that resumes inside an accumulation window has only the last ones
+        # counted back from the step: a run that resumes inside an accumulation window has only the last batches
         data = {f"{i - len(used)}.{k}": v for i, batch in enumerate(used) for k, v in batch.items()}
         self._settle(used, len(losses))
         models, objects = accelerator._models, accelerator._custom_objects
@@ -263,7 +263,7 @@ class Rehearsal:
             self._notes.define("objects", classes_of(*objects, depth=0))
 
     def _settle(self, used: list[dict[str, Any]], losses: int) -> None:
-        """Note saves since the step before: what came before one in this step does not count for a resumed run."""
+        """Complete the notes of saves since the last step: what precedes a save in its step is not compared later."""
         for saved, before, losses_before, already in self._waiting:
             if saved["number"] < self._step:
                 batches = [(i, key) for i, batch in enumerate(used[:before]) for key in batch]
@@ -271,7 +271,7 @@ class Rehearsal:
                 already += [f"loss:{i - losses}" for i in range(losses_before)]
                 saved["already"] = already
         self._waiting = [waiting for waiting in self._waiting if "already" not in waiting[0]]
-        # saved in the body of the step that these notes are of: nothing is left of it
+        # the others were saved in the body of this step, after all of its batches: nothing precedes them in the next
         self._waiting = [(saved, 0, 0, []) for saved, *_ in self._waiting]
 
 

@@ -1,4 +1,4 @@
-"""What the checkpoints of one Accelerator have cost: for its trackers, on the console, and as a page."""
+"""Reports what the checkpoints of one Accelerator have cost: to its trackers, on the console, and as a page."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ckpt_core.resume import ResumePoint
 
 log = logging.getLogger(__name__)
 
-_open: list[RunReport] = []  # of Accelerators that may be gone: a script need not call end_training
+_open: list[RunReport] = []  # kept beyond their Accelerators, because a script need not call end_training
 
 
 def announce(message: str) -> None:
-    """Print a line: through logging where the script has set that up, else to the standard error."""
+    """Print a line: through logging if the script has configured it, otherwise to standard error."""
     with beside_bars(log):
         if log.hasHandlers():
             log.info("%s", message)
-        elif sys.stderr is not None:  # print would write to the standard output
-            with contextlib.suppress(OSError, ValueError):  # closed, at this end or the other
+        elif sys.stderr is not None:  # with None, print would write to standard output
+            with contextlib.suppress(OSError, ValueError):  # it may be closed, at either end
                 print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
 
 
@@ -39,20 +39,20 @@ def announce_on_main(message: str) -> None:
 
 @atexit.register
 def close_reports() -> None:
-    """Say what was not said yet: the interpreter ends, and has waited for all saves."""
+    """Print the reports that were not printed yet; at exit, when the interpreter has waited for all saves."""
     for report in _open[:]:
         report.close()
 
 
 def forget_reports() -> None:
-    """Say nothing more of the runs up to here."""
+    """Drop the reports of all runs so far without printing them."""
     _open.clear()
 
 
 class RunReport:
-    """Adds up what the checkpoints of one Accelerator cost, and says it, on rank 0.
+    """Adds up what the checkpoints of one Accelerator cost, and prints it on rank 0.
 
-    ``summary`` is the listener that adds up.
+    ``summary`` is the listener that adds up the events.
     """
 
     def __init__(self, options: CheckpointerOptions, *, log_metrics: bool, rank: int) -> None:
@@ -71,33 +71,33 @@ class RunReport:
         return time.monotonic() - self._begin
 
     def new_metrics(self) -> dict[str, float]:
-        """Return the figures, if they are wanted and have changed since the last call, else nothing."""
+        """Return the figures if they have changed since the last call; empty without ``log_metrics``."""
         return self.summary.new_metrics(self.seconds) if self._log_metrics else {}
 
     def resumed(self) -> None:
-        """Note that training continues elsewhere: the next step tells from where."""
+        """Note that training continues from a checkpoint; the next step notifies listeners of the start."""
         self._has_started = False
 
     def stepped(self, checkpointer: DirectoryCheckpointer, point: ResumePoint | None, directory: str) -> None:
-        """Note a step of an optimizer in a run of a directory that was resumed at ``point``; None if it was not."""
+        """Note a step of an optimizer; the first one notifies listeners of the start, or the resume at ``point``."""
         if not self._has_started:
             self._has_started = True
             path, step = (directory, 0) if point is None else (checkpointer.known_as(point.path), point.step or 0)
             checkpointer.notify(TrainingStarted(path=path, resumed=point is not None, step=step))
-            if not self.summary.stall_seconds:  # as long as nothing was saved, the run begins here
+            if not self.summary.stall_seconds:  # nothing was saved yet, so the run's time counts from here
                 self._begin = time.monotonic()
 
     def ended(self, notify: Callable[[Event], None], step: int, directory: str) -> None:
-        """Note that the training of a directory's run is over, after so many steps."""
+        """Notify listeners that training is over, after ``step`` steps."""
         if self._has_started:
             self._has_started = False
             notify(TrainingEnded(path=directory, step=step))
 
     def close(self) -> None:
-        """Say what the run has cost, if there is anything to say, and write the page, if it is wanted."""
+        """Print what the run's checkpoints have cost, if it made any, and write the page if one is configured."""
         if self in _open:
             _open.remove(self)
-        if self._process == os.getpid() and (self.summary.saves or self.summary.failures):  # and not in a fork of it
+        if self._process == os.getpid() and (self.summary.saves or self.summary.failures):  # not in a forked child
             announce(self.summary.in_words(self.seconds))
             self.summary.begin()
             self._options.write_report()

@@ -1,15 +1,15 @@
-"""A process that receives a signal to end finishes the saves that are under way, and then ends as it would have.
+"""Makes a process that receives a terminating signal finish its pending saves, and then end as it would have.
 
-Schedulers, container runtimes and launchers send SIGTERM. By default the process is gone at once, and with it the save
-in the background that a script without us would have waited for. A handler in Python alone does not help: the main
-thread, which would run it, may be in a collective that never ends. So a thread reads the signal from the descriptor to
-which Python's own handler writes its number, finishes the saves, and then lets the signal do what it does by default:
-the parent sees the same status.
+Schedulers, container runtimes and launchers send SIGTERM. By default the process is gone at once, and with it the
+background save, for which a script with stock Accelerate would have waited. A handler in Python alone does not help:
+the main thread, which would run it, may be in a collective that never ends. So a thread reads the signal from the
+descriptor to which Python's own handler writes its number, finishes the saves, and then lets the signal have its
+default effect: the parent sees the same status.
 
-A start that is told to end has not crashed on the checkpoint that it was resumed from, which is noted, too.
+It is also noted that a run that was signalled has not crashed on the checkpoint from which it was resumed.
 
-Nothing is changed for scripts that handle the signal themselves, for children, and in processes that have neither saved
-nor been resumed by ``resume="auto"``.
+Nothing changes for scripts that handle the signal themselves, for child processes, and in processes that have neither
+saved nor been resumed by ``resume="auto"``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ckpt_core.process.signal_thread import ENDING, SignalThread, die_of
 
 log = logging.getLogger(__name__)
 
-_SAME_SIGNAL_SECONDS = 3.0  # a launcher hands on the signal that its whole group got
-_SILENCE_SECONDS = 3.0  # after which a rank that answers nothing counts as gone, and one that is awaited comes too late
+_SAME_SIGNAL_SECONDS = 3.0  # a launcher may forward a signal that its whole process group has got already
+_SILENCE_SECONDS = 3.0  # after which a rank that does not answer counts as gone, and an awaited one as too late
 _ENGINE = os.path.dirname(os.path.abspath(ckpt_core.__file__))
 _exit = os._exit
 
 
 class _Ending:
-    """How far this process has come on its way to the end."""
+    """Whether, and since when, this process is ending because of a signal."""
 
     def __init__(self) -> None:
         self.forget()
@@ -61,7 +61,7 @@ _threads: list[SignalThread] = []  # at most one, which reads signals
 
 
 def protect() -> None:
-    """Let signals that end this process wait for its saves, where their disposition is the default."""
+    """Make signals that end this process wait for its saves, if their disposition is the default."""
     if threading.current_thread() is not threading.main_thread():
         return
     ours = [each for each in ENDING if signal.getsignal(each) is signal.SIG_DFL and not _is_caught(each)]
@@ -72,9 +72,9 @@ def protect() -> None:
 
 
 def unprotect(names: Iterable[str] | None = None) -> None:
-    """Give the signals their default disposition back, and end the thread that reads them: training is over.
+    """Restore the signals' default disposition when training is over, and end the thread that reads them.
 
-    With ``names``, these signals alone, because somebody else handles them from now on.
+    With ``names``, only for these signals, because other code handles them from now on.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -86,7 +86,7 @@ def unprotect(names: Iterable[str] | None = None) -> None:
 
 
 def _is_caught(number: int) -> bool:
-    """Whether something that is not Python handles the signal; false where that cannot be seen."""
+    """Return whether native code handles the signal; False if that cannot be found out."""
     try:
         status = Path("/proc/self/status").read_text()
         caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
@@ -98,13 +98,13 @@ def _is_caught(number: int) -> bool:
 def _read_signals() -> None:
     if _threads:
         _threads[0].listen()
-        _threads[0].catch_up()  # what came before was for a handler that has gone, as that of a preemption
+        _threads[0].catch_up()  # earlier signals were for a handler that was removed, such as that of a preemption
     else:
         _threads.append(SignalThread(_heard, _in_child))
 
 
 def _heard(number: int) -> None:
-    if number in ENDING and signal.getsignal(number) is _handle:  # not one that the script has put in its place
+    if number in ENDING and signal.getsignal(number) is _handle:  # unless the script has replaced our handler
         _arrived(number)
     elif number == signal.SIGINT and _ending.since is not None:
         die_of(signal.SIGTERM)
@@ -115,7 +115,7 @@ def _handle(number: int, _: FrameType | None) -> None:
 
 
 def _arrived(number: int) -> None:
-    """Begin the end, once; called by the thread, by the handler, or by both, for each signal."""
+    """Start to end the process, once; called by the thread, by the handler, or by both, for each signal."""
     if next(_ending.began) == 0:
         _ending.since = time.monotonic()
         try:
@@ -139,7 +139,7 @@ def _finish_and_die(number: int) -> None:
 
 
 def _has_another_crashed(session: Session) -> bool:
-    """Whether another rank is gone that was not told to end: launchers send the signal to the others then."""
+    """Return whether another rank has died without being signalled: launchers then signal the other ranks."""
     progress, deadline = session.agreement.progress, time.monotonic() + _SILENCE_SECONDS
     with contextlib.suppress(RankFailedError):
         question = progress.ask()
@@ -151,7 +151,7 @@ def _has_another_crashed(session: Session) -> bool:
 
 
 def _in_child() -> None:
-    """Let a forked child end as it would have without us."""
+    """Restore the default behavior in a forked child."""
     _ending.forget()
     _threads.clear()
     for number in ENDING:
@@ -164,7 +164,7 @@ def _in_child() -> None:
 
 
 def finish_before_exit() -> None:
-    """Let ``os._exit`` wait for saves, in this process and not in its children."""
+    """Make ``os._exit`` wait for saves, in this process but not in its children."""
     process = os.getpid()
 
     def exit_when_saved(status: int) -> NoReturn:
@@ -176,7 +176,7 @@ def finish_before_exit() -> None:
 
 
 def _is_in_engine() -> bool:
-    """Whether the caller is inside a save, which would wait for itself."""
+    """Return whether the caller is inside a save, which would wait for itself."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.startswith(_ENGINE):
@@ -191,7 +191,7 @@ def _is_in_engine() -> bool:
 def _finish() -> None:
     """Wait for the saves that are under way now, but not for ranks that are gone."""
     deadline = time.monotonic() + _SILENCE_SECONDS
-    if threading.current_thread() is not threading.main_thread():  # which gets there meanwhile
+    if threading.current_thread() is not threading.main_thread():  # the main thread may be about to start a save
         while time.monotonic() < deadline and any(map(_is_about_to_save, live_sessions())):
             time.sleep(0.01)
         for session in live_sessions():
@@ -219,21 +219,21 @@ def _is_about_to_save(session: Any) -> bool:
 
 
 def _silent(session: Session, asked: list[tuple[float, int]]) -> set[int]:
-    """Return the ranks that do not answer, by what was asked before."""
+    """Return the ranks that have not answered earlier questions; ``asked`` holds these, and is extended."""
     now = time.monotonic()
     progress = session.agreement.progress
     try:
         asked.append((now, progress.ask()))
         old = [question for when, question in asked if now - when > _SILENCE_SECONDS]
         return progress.silent(old[-1]) if old else set()
-    except RankFailedError:  # rank 0, which the saves have found out or will
+    except RankFailedError:  # rank 0 is gone, which the saves find out themselves
         return set()
 
 
 def _wait_for_no_silent() -> None:
-    """Let no save that is under way keep the interpreter from ending because another rank is gone.
+    """Prevent pending saves that wait for a dead rank from keeping the interpreter from ending.
 
-    Where just-in-time checkpoints are on, that rank's lock says so at once.
+    With just-in-time checkpoints, the lock of a dead rank already shows at once that it is gone.
     """
     for session in unfinished_sessions():
         if session.world_size > 1 and session.just_in_time is None and session.checkpointer.is_busy:

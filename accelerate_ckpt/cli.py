@@ -1,4 +1,4 @@
-"""``accelerate-ckpt``: ``accelerate launch`` with flags of ours among its own."""
+"""The command ``accelerate-ckpt``: ``accelerate launch`` with our flags in addition to its own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PREFIX = "--ckpt_"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command: what ``accelerate launch [flags] -m accelerate_ckpt [options] train.py`` does, in one parser.
+    """Do what ``accelerate launch [flags] -m accelerate_ckpt [options] train.py`` does, with one parser for all flags.
 
-    Without ``arguments``, they are those of this process. A wrong flag ends it with status 2.
+    ``arguments`` are by default those of this process. A wrong flag ends the process with status 2.
     """
     parser = launch_parser(_TITLE)
     parser.prog = "accelerate-ckpt"

@@ -1,4 +1,4 @@
-"""The options: their values, and where they come from.
+"""``CheckpointConfig``: the options, their valid values, and their sources (flags, environment variables, a file).
 
 Nothing heavy is imported here: a launched training script may set environment variables before it imports torch and
 Accelerate, and they must take effect.
@@ -50,10 +50,10 @@ class OptionError(ValueError):
 
 
 class _Kind(NamedTuple):
-    """What values an option takes.
+    """The type of an option's values.
 
-    ``check`` returns the value, or raises a :class:`ValueError` that continues after the option's name. ``parse`` makes
-    a value from the text of a flag or a variable; what it cannot read, it returns for ``check`` to refuse.
+    ``check`` returns the value, or raises a :class:`ValueError` whose message continues the option's name. ``parse``
+    converts the text of a flag or a variable; text that it cannot convert is returned for ``check`` to refuse.
     """
 
     check: Callable[[Any], Any]
@@ -157,7 +157,7 @@ def _from_words(text: str) -> dict[str, Any]:
 
 
 def _as_mapping(policy: Any, **arguments: Any) -> dict[str, Any]:
-    """Return a policy as YAML has it."""
+    """Return a policy as a mapping of ``class_path`` and ``init_args``, as in YAML."""
     kind = type(policy)
     found = {field.name: getattr(policy, field.name) for field in fields(policy)}
     return {"class_path": f"{_POLICIES}{kind.__name__}", "init_args": {**found, **arguments}}
@@ -216,8 +216,8 @@ class CheckpointConfig:
             objects, and our checkpoints hold objects that are not plain data as pickles. What ``torch.load`` reads with
             ``weights_only=True`` is loaded in any case.
         resume: With ``"auto"``, ``load_state`` without a directory continues from the newest checkpoint of the run that
-            verifies. If there is none, it does nothing, and a line says so. ``accelerator.resumed`` tells which, as a
-            :class:`ckpt_core.resume.ResumePoint` or None.
+            verifies. If there is none, it does nothing, and prints a line. ``accelerator.resumed`` is then the
+            :class:`ckpt_core.resume.ResumePoint`, or None.
         resume_attempts: After this many starts in a row that ended without a newer checkpoint, ``"auto"`` tries an
             older one first; None: never.
         checkpoint_dir: Directory of the run's checkpoints, or its URL, for scripts without automatic names: where
@@ -238,12 +238,12 @@ class CheckpointConfig:
             processes, every N steps. After a crash, ``load_state()`` takes the newer of both. The last two are kept,
             and deleted when the program has ended. None: no snapshots.
         memory_dir: The directory in memory for the snapshots.
-        just_in_time: Whether, when a rank dies under DDP, another rank saves what all of them held, under the next
+        just_in_time: Whether, when a rank dies under DDP, another rank saves the state of all of them, under the next
             automatic name or as ``checkpoint_N`` in ``checkpoint_dir``, so that the restart repeats at most one step.
             A number: for how many seconds survivors wait for each other (15).
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
         report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
-            beside it, unless ``event_log`` names another.
+            next to it, unless ``event_log`` names another.
         log_metrics: Whether to send the figures of the saves (``checkpoint/stall_seconds``,
             ``checkpoint/share_of_run``, ...) to the trackers, along with what the script passes to ``accelerator.log``;
             those of the last save when it calls ``end_training``. With ``transformers``, they go into the logs of its
@@ -255,7 +255,7 @@ class CheckpointConfig:
             else changes them, call :func:`ckpt_core.wait_staged`; otherwise that save fails.
         max_host_bytes: Most host memory in bytes per process for copies of states; None: as much as they need. A larger
             state passes through in parts, and training waits until the last one is copied (async).
-        recorder: Whether each rank records the steps of its optimizers in a small file beside the checkpoints. A
+        recorder: Whether each rank records the steps of its optimizers in a small file next to the checkpoints. A
             resumed run compares the steps that it repeats, and reports whether they are equal.
 
     Raises:
@@ -286,7 +286,7 @@ class CheckpointConfig:
     keep_local: int | None = _option(
         None, _COUNT_OR_ALL, "newest uploaded checkpoints that stay in local_dir (default: all)"
     )
-    # Credentials do not belong into logs.
+    # Not in the repr: credentials must not appear in logs.
     storage_options: dict[str, Any] | None = _option(
         None, _MAPPING, "passed to fsspec for checkpoints at URLs", repr=False, hash=False
     )
@@ -339,7 +339,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
-            # The only way to set a frozen field: a path becomes text, whole seconds a float.
+            # The only way to set a field of a frozen class: a path becomes a string, an int of seconds a float.
             object.__setattr__(self, name, _checked(name, kind, getattr(self, name)))
         try:
             check_two_tiers(self.local_dir, self.upload_to, self.keep_local)
@@ -354,7 +354,7 @@ class CheckpointConfig:
         return self.strategy != "sync" and not self.wait
 
     def made_listeners(self) -> list[Any]:
-        """Return the listeners; those that are named by their class are created.
+        """Return the listeners, creating those that are given as names of classes.
 
         Raises:
             OptionError: There is no such class.
@@ -374,14 +374,14 @@ class CheckpointConfig:
         variables: Mapping[str, str] | None = None,
         flag_name: str = "--{}",
     ) -> CheckpointConfig:
-        """Collect the options: flags before variables before the file before the defaults.
+        """Collect the options: flags override variables, which override the file, which overrides the defaults.
 
         Args:
-            flags: Values by option, as text or as they are; None counts as not set. ``config`` is the YAML file, a
-                mapping of options to values.
+            flags: Values by option, as text or already converted; None counts as not set. ``config`` is the YAML file,
+                a mapping of options to values.
             variables: The environment; by default that of this process. ``ACCELERATE_CKPT_<OPTION>`` is read, and
                 ``ACCELERATE_CKPT_CONFIG`` for the file. Empty variables count as not set.
-            flag_name: Returns the name of a flag for errors.
+            flag_name: Format string that makes the name of a flag, for errors.
 
         Raises:
             OptionError: An option is unknown or has an invalid value, or the file cannot be read. The message begins

@@ -1,7 +1,8 @@
 """Runs an unchanged training script, with ``save_state`` and ``load_state`` replaced by ours.
 
-The script must not notice: it is ``__main__`` (its classes can be pickled and its spawned workers find it), finds its
-siblings, sees its own ``sys.argv``, imports modules in its own order, and has its usual exit status and traceback.
+The script runs as if started by Python itself: it is ``__main__`` (its classes can be pickled and its spawned workers
+find it), can import its siblings, sees its own ``sys.argv``, imports modules in its own order, and has its usual exit
+status and traceback.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script or module as ``python script.py`` and ``python -m module`` would.
 
-    Without ``arguments``, they are those of this process. It exits as the script does, or with status 2 if options are
-    wrong.
+    ``arguments`` are by default those of this process. Exits as the script does, or with status 2 if options are wrong.
     """
     parser = _parser()
     given, unknown = parser.parse_known_args(arguments)
@@ -102,7 +102,7 @@ def _run(config: CheckpointConfig, script: str, arguments: Sequence[str], *, is_
         else:
             main_module, code = _load_file(script)
         sys.argv[:] = [script if not is_module else code.co_filename, *arguments]
-        # Not restored: threads, atexit functions and spawned workers look the script's names up to the very end.
+        # Not restored: threads, atexit functions and spawned workers look up the script's names until the very end.
         sys.modules["__main__"] = main_module
         exec(code, main_module.__dict__)  # noqa: S102  running the script is the purpose
         failed = False
@@ -118,7 +118,7 @@ def _run(config: CheckpointConfig, script: str, arguments: Sequence[str], *, is_
 
 def _new_main(**names: object) -> ModuleType:
     module = ModuleType("__main__")
-    # what the interpreter gives its own, which up to Python 3.13 has the annotations of a script without any
+    # as in the interpreter's own __main__, which up to Python 3.13 has annotations even if the script has none
     if "__annotations__" in vars(sys.modules["__main__"]):
         module.__dict__.update(__annotations__={})
     module.__dict__.update(names, __builtins__=builtins)
@@ -158,7 +158,7 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            return None  # a package above it is missing, rather than something that one imports
+            return None  # the module or a parent package is missing, not a module that a parent package imports
         raise
 
 
@@ -166,7 +166,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls functions for named modules as soon as the script has imported them, and not earlier.
 
     Importing Accelerate before the script would be simpler, but wrong: libraries read variables such as ``HF_HOME`` or
-    ``OMP_NUM_THREADS`` when they are imported, and a script that sets them first must get what it asked for.
+    ``OMP_NUM_THREADS`` when they are imported, and values that the script sets before that must take effect.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
@@ -187,7 +187,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 execute(module)
                 action(module)
 
-            # In the specification rather than at once: many look for Accelerate without importing it.
+            # In the loader instead of at once: many libraries call find_spec for Accelerate without importing it.
             spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
         return spec
 
@@ -214,7 +214,7 @@ def _drain(failed: bool) -> None:
 
 
 def _show_the_scripts_frames_only() -> None:
-    """Begin the traceback where that of the script alone would: in the script, or nowhere for its syntax errors."""
+    """Show tracebacks without the frames of this launcher: from the script on, or none for its syntax errors."""
     show = sys.excepthook
 
     def show_from_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
