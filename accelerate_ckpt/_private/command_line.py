@@ -1,6 +1,6 @@
-"""The only file that uses the inside of Accelerate's command line.
+"""The only module that uses the internals of Accelerate's command line.
 
-Accelerate has no entry point for flags of others, and refuses flags that it does not know. Its parser and the function
+Accelerate has no entry point for flags of plugins, and refuses flags that it does not know. Its parser and the function
 behind it are importable, but not documented; if a release moves them, ``accelerate launch -m accelerate_ckpt``, which
 needs neither, keeps working, and the error here says so.
 """
@@ -22,9 +22,9 @@ except ImportError as moved:
 
 
 def launch_parser(title: str) -> argparse.ArgumentParser:
-    """Return the parser of ``accelerate launch``, whose help shows a group of arguments with this title, too.
+    """Return the parser of ``accelerate launch``, with help that also shows the argument group ``title``.
 
-    Accelerate hides the groups that do not belong to the flags given, and those that it does not know.
+    Accelerate hides groups that do not belong to the given flags, and those that it does not know.
     """
 
     class HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]  # Accelerate publishes no types

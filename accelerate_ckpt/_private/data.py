@@ -1,10 +1,10 @@
-"""The only file that touches private parts of Accelerate's data loaders, and what is needed of an Accelerator's.
+"""The only module that uses private parts of Accelerate's data loaders; lists the private names of an Accelerator.
 
-Accelerate has no hook around the iteration of a prepared loader, makes the iterator of the loader inside it and reads
-one batch ahead; its ``skip_first_batches`` returns another loader, whose progress nobody writes back. What is needed to
-follow and to resume an iteration is here, each use with its reason. :func:`check` finds out when a plugin is attached,
-with one clear error, if a release has moved something; :meth:`~accelerate_ckpt._data.position.LoaderPosition.iterate`
-finds out if a release makes its iterators in another way.
+Accelerate has no hook around the iteration of a prepared loader, creates the inner loader's iterator inside it and
+reads one batch ahead; its ``skip_first_batches`` returns another loader, whose progress is lost. What is needed to
+track and to resume an iteration is here, each use with its reason. :func:`check` raises one clear error when a plugin
+is attached, if a release has moved a name; :meth:`~accelerate_ckpt._data.position.LoaderPosition.iterate` raises if a
+release creates its iterators differently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NEEDED_ARGUMENTS = {
     "IterableDatasetShard": ("batch_size", "drop_last", "num_processes", "split_batches"),
     "skip_first_batches": ("dataloader", "num_batches"),
 }
-# Lists of what it has prepared and registered, which no public name gives whole; ``_state`` and ``_data`` read them.
+# Lists of all objects that it has prepared and registered, which have no public name; ``_state``, ``_data`` read them.
 _NEEDED_OF_AN_ACCELERATOR = (
     "_custom_objects",
     "_dataloaders",
@@ -66,14 +66,14 @@ def missing_internals(accelerator: Any) -> list[str]:
 
 
 def check(accelerator: Any) -> None:
-    """Make sure that this release of Accelerate is built as we know it: else exact resume is not possible."""
+    """Raise ``CheckpointError`` if this release of Accelerate lacks a private name that exact resume needs."""
     missing = missing_internals(accelerator)
     if missing:
         raise not_as_known(f"it has no {', '.join(missing)}")
 
 
 def not_as_known(what: str) -> CheckpointError:
-    """Return the error for a release of Accelerate that is built in another way."""
+    """Return the error for a release of Accelerate that differs from those that are supported."""
     return CheckpointError(
         f"exact resume does not work with accelerate {accelerate.__version__}: {what}", remedy=_REMEDY
     )
@@ -91,7 +91,7 @@ def _follower_of(loader: Any) -> Any:
 
 
 def register(finder: Any) -> None:
-    """Let what ``finder.find`` returns for a loader take part in the iteration of that, as long as the finder lives."""
+    """Run iterations of a loader through the object that ``finder.find(loader)`` returns, while the finder is alive."""
     _patch_iteration(data_loader.DataLoaderShard)
     _patch_iteration(data_loader.DataLoaderDispatcher)
     _patch_skip_first_batches()
@@ -99,12 +99,12 @@ def register(finder: Any) -> None:
 
 
 def unregister(finder: Any) -> None:
-    """Undo :func:`register`: Accelerate's loaders are themselves again for this finder."""
+    """Undo :func:`register` for this finder."""
     _finders.discard(finder)
 
 
 def _patch_iteration(loader_class: Any) -> None:
-    # iter() looks on the class only, and the loaders hide their class, so it cannot be changed for one of them
+    # iter() looks up __iter__ on the class, which cannot be changed for one loader, because the loaders fake theirs
     stock = loader_class.__iter__
     if getattr(stock, "ckpt_stock", None) is not None:
         return
@@ -137,7 +137,7 @@ def _patch_skip_first_batches() -> None:
         data_loader.skip_first_batches = skip_first_batches
     ours = data_loader.skip_first_batches
     stock = ours.ckpt_stock
-    # accelerate itself holds it in three modules, and a script may have imported it by name before it attached
+    # accelerate itself has it in three modules, and a script may have imported it by name before it attached
     for module in list(sys.modules.values()):
         held = getattr(module, "__dict__", {}).get("skip_first_batches")
         if held is stock:
@@ -145,7 +145,7 @@ def _patch_skip_first_batches() -> None:
 
 
 class Internals:
-    """What exact resume needs of one prepared loader: a ``DataLoaderShard`` or ``DataLoaderDispatcher``."""
+    """The private parts of one prepared loader, a ``DataLoaderShard`` or ``DataLoaderDispatcher``."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -154,14 +154,14 @@ class Internals:
 
     @staticmethod
     def is_known(loader: Any) -> bool:
-        """Whether a loader is one that Accelerate's iteration is known for."""
+        """Return whether the loader is of a class whose iteration is supported."""
         return isinstance(loader, (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher))
 
     # ---- how a loader divides its data -------------------------------------------------------------------------------
 
     @property
     def shard(self) -> Any:
-        """What divides indices or samples over the ranks; None where every batch is for this rank, or dispatched."""
+        """The object that divides the data over the ranks; None if every batch is this rank's, or is dispatched."""
         data = (self.base.batch_sampler, self.base.sampler, self.base.dataset)
         kinds = (data_loader.BatchSamplerShard, data_loader.IterableDatasetShard)
         return next((part for part in data if isinstance(part, kinds)), None)
@@ -203,22 +203,22 @@ class Internals:
     # ---- its iterators -----------------------------------------------------------------------------------------------
 
     def before_iterator(self, make: Callable[[], Iterator[Any]]) -> None:
-        """Let ``make`` make the iterators of the inner loader.
+        """Make the inner loader create its iterators by ``make``.
 
-        Accelerate calls ``base_dataloader.__iter__()`` as a method, which finds it on the object.
+        Accelerate calls ``base_dataloader.__iter__()`` as a method, so an attribute of the object suffices.
         """
         vars(self.base)["__iter__"] = _Hook(self.base, make)
 
     def make_iterator(self) -> Iterator[Any]:
-        """Make an iterator of the inner loader as it would itself."""
+        """Create an iterator of the inner loader by its own method."""
         iterator: Iterator[Any] = type(self.base).__iter__(self.base)
         return iterator
 
     def forget_iterator(self) -> None:
-        """Let the next iterator be a new one, with new workers.
+        """Make the next iterator a new one, with new workers.
 
-        Persistent workers have drawn from their generators, and a stateful loader makes its first iterator when
-        Accelerate prepares it, before it was followed.
+        Persistent workers have drawn from their generators, and a stateful loader creates its first iterator when
+        Accelerate prepares it, before it was tracked.
         """
         if getattr(self.base, "_iterator", None) is not None:
             self.base._iterator = None
@@ -226,13 +226,13 @@ class Internals:
             self.base._initial_iter_for_state_dict = False
 
     def forget_loaded_state(self) -> None:
-        """Let the next iterator of a stateful loader begin where it is told to, not where the script has set it."""
+        """Drop the state that the script has loaded into a stateful loader, so that it does not move the position."""
         if getattr(self.base, "next_iter_state", None) is not None:
             self.base.next_iter_state = None
 
     @property
     def has_early_iterator(self) -> bool:
-        """Whether a stateful loader has made an iterator that was not asked for."""
+        """Whether a stateful loader has created an iterator before its first iteration."""
         return bool(getattr(self.base, "_initial_iter_for_state_dict", False))
 
     def release(self) -> None:
@@ -244,10 +244,10 @@ class Internals:
     # ---- the rows that complete a dispatched loader's last batch -----------------------------------------------------
 
     def follow_first_rows(self, saved: list[Any] | None) -> None:
-        """Keep the rows of a pass's first batch, and in a resumed pass put the saved ones in their place.
+        """Keep the rows of a pass's first batch, or in a resumed pass use the saved ones.
 
         The dispatcher completes a last batch that it cannot divide with rows of the first one, which a resumed pass has
-        not read. It cuts them out with the first call of ``slice_fn``.
+        not read. It cuts these rows out with its first call of ``slice_fn``.
         """
         if not self.is_dispatcher or self.loader._drop_last:
             return
@@ -273,7 +273,7 @@ class _Hook:
         return made
 
     def __reduce__(self) -> Any:
-        # a prepared loader can be pickled and copied; the copy is not followed
+        # a prepared loader can be pickled and copied; the copy is not tracked
         return _Hook, (None,), {"base": self.base, "make": None}
 
 
@@ -297,12 +297,12 @@ class _FirstRows:
 
 
 def inner_batch_sampler(sampler: Any) -> Any:
-    """Return what gives the batches that are divided over the ranks: the same object in any number of ranks."""
+    """Return the batch sampler whose batches are divided over the ranks; it is the same for any number of ranks."""
     return sampler.batch_sampler if isinstance(sampler, data_loader.BatchSamplerShard) else sampler
 
 
 def over_other_batches(sampler: Any, batches: Any) -> Any:
-    """Return a sampler that divides other batches in the way that ``sampler`` divides its own."""
+    """Return a sampler that divides ``batches`` as ``sampler`` divides its own."""
     if not isinstance(sampler, data_loader.BatchSamplerShard):
         return batches
     shard = copy.copy(sampler)
@@ -311,5 +311,5 @@ def over_other_batches(sampler: Any, batches: Any) -> Any:
 
 
 def is_iterable_shard(dataset: Any) -> bool:
-    """Whether a data set is Accelerate's division of an iterable one over the ranks."""
+    """Return whether a data set is Accelerate's wrapper that divides an iterable one over the ranks."""
     return isinstance(dataset, data_loader.IterableDatasetShard)

@@ -1,10 +1,10 @@
-"""The only file that touches how Accelerate loads registered objects, and how safetensors opens files.
+"""The only module that changes how Accelerate loads registered objects, and how safetensors opens files.
 
 Accelerate's ``load_state`` reads ``custom_checkpoint_N.pkl`` with ``weights_only=False``, which runs any code in it,
-and no argument changes that. :func:`registered_states` gives the objects what was read safely before. A release that
-loads them in another way is found before it reads anything.
+and no argument changes that. :func:`registered_states` makes it use states that were read safely before. If a release
+loads them differently, an error is raised before anything is read.
 
-safetensors opens files in compiled code, which Python sees nothing of, so reading ``model.safetensors`` right after
+safetensors opens files in compiled code, which Python cannot intercept, so reading ``model.safetensors`` right after
 ``save_state`` would not wait for the save. :func:`wait_when_safetensors_open` replaces ``safe_open`` wherever it was
 imported to: all other functions of safetensors that read files call it or :func:`open`.
 """
@@ -30,9 +30,9 @@ _FUNCTION = "load_custom_state"
 
 @contextlib.contextmanager
 def registered_states(states: Sequence[Any] | None) -> Iterator[None]:
-    """Let Accelerate's ``load_state`` give these states to the registered objects, instead of reading them.
+    """Make Accelerate's ``load_state`` load these states into the registered objects, instead of reading files.
 
-    None leaves Accelerate as it is. A release of it that loads them in another way is refused.
+    None leaves Accelerate unchanged. Raises ``CheckpointError`` if its release loads them differently.
     """
     if not states:
         yield
@@ -62,7 +62,7 @@ awaited_paths.own_packages.add("accelerate_ckpt")
 
 
 class _WaitsFirst(type):
-    """Makes what ``safe_open`` makes; is for :func:`isinstance` what ``safe_open`` is."""
+    """Metaclass of a replacement for ``safe_open`` that waits for pending saves first; isinstance checks still work."""
 
     original: Any
 
@@ -76,7 +76,7 @@ class _WaitsFirst(type):
 
 @functools.cache
 def wait_when_safetensors_open() -> None:
-    """From now on, let ``safe_open`` wait for the save of what it opens, if that is under way."""
+    """Make ``safe_open`` wait, from now on, for a pending save of the file that it opens."""
     original: Any = safetensors.safe_open
     replacement = _WaitsFirst("safe_open", (), {"original": original, "__doc__": original.__doc__})
     replacement.__module__ = "safetensors"

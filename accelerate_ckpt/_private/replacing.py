@@ -1,4 +1,4 @@
-"""How methods of Accelerate's classes are replaced, once, and put back; which they are, ``_attach`` says."""
+"""Replaces methods of classes and functions of modules, and restores them; used by ``_attach`` for Accelerate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MISSING = object()
 
 
 class Patches:
-    """Replaced attributes, and what they were."""
+    """Replaced attributes and their original values."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -19,7 +19,7 @@ class Patches:
         return bool(self._before)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace a method of a class, or a function of a module, by ``around(original, *arguments)``."""
+        """Replace a method of a class, or a function of a module, with ``around(original, *arguments)``."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -30,7 +30,7 @@ class Patches:
         setattr(owner, name, method)
 
     def undo(self) -> None:
-        """Put everything back, the last first."""
+        """Restore all originals, the last replaced first."""
         while self._before:
             owner, name, before = self._before.pop()
             if before is _MISSING:

@@ -1,8 +1,8 @@
-"""The ``transformers.Trainer`` that is being made: it tells its callbacks everything but itself.
+"""Finds the ``transformers.Trainer`` that is being created, which is not passed to its callbacks.
 
-``Trainer.__init__`` calls ``on_init_end`` of its callbacks as its last act, with arguments, state and model. Which
-Trainer that is can only be seen in the frame of ``__init__``, as it has been since callbacks exist; where it cannot,
-the callback has to be given the Trainer, and says so.
+``Trainer.__init__`` calls ``on_init_end`` of its callbacks as its last act, with arguments, state and model. The
+Trainer itself can only be found in the frame of ``__init__``, as in all releases since callbacks exist. If it cannot,
+the callback has to be given the Trainer, and raises an error that says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import Trainer
 
 
 def trainer_being_made(callback: Any) -> Any:
-    """Return the Trainer whose ``__init__`` is calling this callback, one of its own; None outside of one."""
+    """Return the Trainer whose ``__init__`` is calling this callback of its own; None outside of ``__init__``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

@@ -1,1 +1,1 @@
-"""What one Accelerator saves and loads, and what its ranks agree on."""
+"""``save_state`` and ``load_state`` of one Accelerator, and the agreement of its ranks."""

@@ -1,4 +1,4 @@
-"""Failures of saves in the background surface in training, on every rank at the same call."""
+"""Raises failures of background saves in training, on every rank at the same call."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AgreedSave:
     path: str
     step: int | None  # at which step rank 0 saves; None if the ranks may be at different ones
     number: int | None  # of the save, among those of this run
-    left_out: frozenset[int]  # ranks that certainly do not take part, as far as that is known
-    absent: Callable[[], Collection[int]]  # asked on rank 0 for all of them, by any thread
+    left_out: frozenset[int]  # ranks that are known not to take part, at the time of the agreement
+    absent: Callable[[], Collection[int]]  # returns all such ranks later; called on rank 0, by any thread
 
 
 class OutcomeWatch:
@@ -44,9 +44,9 @@ class OutcomeWatch:
         self._outcome.save_begun()
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """Raise a failure that all ranks know of, if a gradient exchange lies between this step and the last boundary.
+        """Raise a failure that all ranks know of, if gradients were exchanged between the last boundary and this step.
 
-        An optimizer that steps for the second time has had one: with several optimizers, not every step has.
+        They were if this optimizer steps for the second time; with several optimizers, not every step exchanges any.
         """
         if not self._under_way:
             return
@@ -56,7 +56,7 @@ class OutcomeWatch:
         self._stepped.add(id(optimizer))
 
     def at_boundary(self) -> None:
-        """Raise a failure that all ranks know of by now, as the same class on all; after they exchanged something."""
+        """Raise a failure that all ranks know of, as the same class on all; called after the ranks exchanged data."""
         try:
             self._outcome.at_boundary()
         except CheckpointError:
@@ -74,12 +74,12 @@ class OutcomeWatch:
         waits: bool,
         may_be_absent: bool,
     ) -> AgreedSave:
-        """Raise, on all ranks, what rank 0 knows to have failed; return the path and the step at which rank 0 saves.
+        """Raise on all ranks a failure that rank 0 knows of; return the path and the step at which rank 0 saves.
 
-        Rank 0's path counts: scripts that put the time or a temporary directory into it have another one on every rank.
-        So does its step, and the ``ValueError`` or ``FileExistsError`` that ``refuse`` has against saving there. With
-        ``waits``, it waits for all to come, but with ``may_be_absent`` not for ranks that have certainly continued
-        without this save; if it does not wait, a rank that does not come is found when the save is committed.
+        Rank 0's path is used: in scripts that put the time or a temporary directory into it, it differs on every rank.
+        So are its step, and the ``ValueError`` or ``FileExistsError`` that ``refuse`` returns for the path. With
+        ``waits``, it waits for all ranks, but with ``may_be_absent`` not for ranks that are known to have continued
+        without this save. Without ``waits``, a rank that does not call is found when the save is committed.
         """
         failure, reason = None, None
         if self._agreement.rank == 0:
@@ -106,7 +106,7 @@ class OutcomeWatch:
         return AgreedSave(str(agreed), step_of_rank_0, number, frozenset(agreement.left_out), absent)
 
     def after_training(self) -> None:
-        """Wait for the background, and raise, on all ranks together, what no rank has raised yet."""
+        """Wait for pending saves and raise, on all ranks together, a failure that no rank has raised yet."""
         self._checkpointer.drain()
         failure = self._outcome.unraised
         if failure is not None:

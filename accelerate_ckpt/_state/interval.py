@@ -1,4 +1,4 @@
-"""``interval="auto"``: all ranks save when what a save costs and how often the run fails say so."""
+"""``interval="auto"``: saves at an interval computed from the cost of saves and the rate of failures."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from accelerate_ckpt._state.resume import directory_of_run
 from ckpt_core.policies import SaveInterval, SaveSchedule
 
-#: What the names of checkpoints begin with that are saved without being asked for, where no names are automatic.
+#: Prefix of the names of checkpoints that the script did not request, without automatic names.
 PREFIX = "auto_"
 
 
 class AutoInterval:
-    """Follows the steps of one Accelerator."""
+    """Saves after the steps of one Accelerator at which its schedule says so."""
 
     def __init__(self, interval: SaveInterval, world_size: int) -> None:
         self.schedule = SaveSchedule(interval, world_size)
-        # Whether somebody else knows better than the loaders where a step ends, and asks `due`
+        # False: an integration knows better than the loaders where a step ends, and calls `due`
         self.asks_itself = True
 
     def resumed(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Continue at a step after a checkpoint was loaded, with the state of the schedule that it has."""
+        """Continue at ``step`` after a checkpoint was loaded, with the schedule's ``state`` in it."""
         self.schedule.begin(step)
         self.schedule.load_state_dict(state or {})
 
@@ -45,7 +45,7 @@ class AutoInterval:
         return True
 
     def after_batch(self, session: Any) -> None:
-        """Save if that is due."""
+        """Save if a save is due."""
         if self.asks_itself and self.due(session):
             automatic = session.accelerator.project_configuration.automatic_checkpoint_naming
             target = None if automatic else os.path.join(directory_of_run(session), f"{PREFIX}{session.step}")

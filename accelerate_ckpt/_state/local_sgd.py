@@ -1,4 +1,4 @@
-"""``LocalSGD``: between two averages every rank has weights and moments of its own, and a count of its own steps."""
+"""Tracks ``LocalSGD``, in which each rank has its own weights and moments between two averages, and its step count."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ckpt_core.errors import StateMismatchError
 
 
 class LocalSgdState:
-    """Follows the ``LocalSGD`` contexts of one Accelerator, in which every rank has weights and moments of its own.
+    """The ``LocalSGD`` contexts of one Accelerator.
 
-    ``active`` are the contexts that are open, in the order in which they were entered. Averaging is for the weights
-    alone, so that ``moments_differ``, the optimizers' states between ranks, stays so after the context.
+    ``active`` are the open contexts, in the order in which they were entered. Only weights are averaged, so
+    ``moments_differ`` (the optimizers' states differ between ranks) stays true after the context.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class LocalSgdState:
 
     @property
     def weights_differ(self) -> bool:
-        """Whether each rank's weights are its own now."""
+        """Whether the ranks' weights differ now."""
         return bool(self.active)
 
     def entered(self, context: Any) -> None:
@@ -41,7 +41,7 @@ class LocalSgdState:
         return {"num_steps": [context.num_steps for context in self.active], "moments_differ": self.moments_differ}
 
     def check(self, state: Mapping[str, Any], saved_world_size: int, world_size: int, path: str) -> None:
-        """Refuse another number of ranks where each has a state of its own."""
+        """Raise for another number of ranks if each rank has its own state."""
         if (state["num_steps"] or state["moments_differ"]) and saved_world_size != world_size:
             raise StateMismatchError(
                 f"under LocalSGD, {saved_world_size} ranks saved their own weights or moments, but now there are "
@@ -52,7 +52,7 @@ class LocalSgdState:
             )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue the open contexts; what is left over is for contexts that are entered later."""
+        """Restore the counts of the open contexts; the rest are for contexts that are entered later."""
         steps = list(state["num_steps"])
         self.moments_differ = bool(state["moments_differ"])
         for context in self.active:

@@ -15,7 +15,7 @@ from ckpt_core.tiers import MemoryTier
 
 
 class MemorySnapshots:
-    """Where the snapshots of one Accelerator are, and when one is due; made on all ranks together.
+    """The snapshots of one Accelerator in memory, and when one is due; created on all ranks together.
 
     ``settings`` are those of the checkpointer that saves and reads them.
     """
@@ -24,14 +24,14 @@ class MemorySnapshots:
         self, tier: MemoryTier, agreement: Agreement, ranks: RankGroup, strategy: str, **settings: Any
     ) -> None:
         self.tier = tier
-        self._name = "snapshot-{}"  # no name of a checkpoint, whose number may stand for something else than a step
+        self._name = "snapshot-{}"  # not like a checkpoint's name, whose number may be something other than a step
         self._saves = True
         try:
             token = agreement.asked_of_rank_zero("memory", tier.begin)
             try:
                 agreement.all_succeeded("memory", lambda: self._look(token))
             except RankFailedError:
-                self._name = f"snapshot-{{}}-{ranks.session}"  # a machine may come back with an older one of that step
+                self._name = f"snapshot-{{}}-{ranks.session}"  # a machine may return with an old snapshot of that step
                 tier.join_machines(agreement, ranks)
         except CheckpointError as error:
             self.stop(error if ranks.rank == 0 else None)
@@ -44,19 +44,19 @@ class MemorySnapshots:
             raise RankFailedError("the ranks do not share one memory")
 
     def stop(self, reason: object) -> None:
-        """Take no more snapshots; called on all ranks together, without a reason on those that do not warn."""
+        """Take no more snapshots; called on all ranks together, with ``reason`` None on ranks that do not warn."""
         if reason is not None:
             self.tier.fail(reason)
         self._saves = False
 
     def found(self) -> list[CheckpointInfo]:
-        """Return the snapshots that are there, for look-ups; they do not say their step, which is no number of ours."""
-        directory = self.tier.found() if self._saves else None  # what not all ranks see cannot be loaded
+        """Return the snapshots in memory, for look-ups; without their step, which is not a checkpoint's number."""
+        directory = self.tier.found() if self._saves else None  # snapshots that not all ranks see cannot be loaded
         found = [] if directory is None else Catalog(directory, suffix="", storage=self.tier.storage).checkpoints()
         return [dataclasses.replace(info, step=None) for info in found]
 
     def due(self, session: Any) -> str | None:
-        """Return where to save a snapshot now, None if none is due; called by all ranks after each step."""
+        """Return the path of a snapshot to save now, None if none is due; called by all ranks after each step."""
         step = session.step
         if not self._saves or not self.tier.due(step) or session.window_is_open:
             return None
@@ -78,7 +78,7 @@ class MemorySnapshots:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Let the snapshots be, for the next start."""
+        """Keep the snapshots for the next start."""
         atexit.unregister(self._at_exit)
         self.checkpointer.close(raises=False)
         self.tier.leave()

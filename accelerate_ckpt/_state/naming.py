@@ -1,4 +1,4 @@
-"""Where checkpoints are: Accelerate's automatic names, and which of them exist."""
+"""Paths of checkpoints: Accelerate's automatic names, and which numbered checkpoints exist."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def automatic_root(accelerator: Any) -> str:
 
 
 def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
-    """Return where a save goes: as given, or the next automatic name; one of both there must be.
+    """Return the path of a save: ``output_dir``, or the next automatic name; raise ``TypeError`` without both.
 
-    A link to a directory stays, as with Accelerate: people put it there to have checkpoints on another disk.
+    A link to a directory is followed and kept, as by Accelerate: users place it to have checkpoints on another disk.
     """
     if accelerator.project_configuration.automatic_checkpoint_naming:
         return os.path.join(automatic_root(accelerator), _NAME.format(accelerator.save_iteration))
@@ -49,7 +49,7 @@ def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
 
 
 def number_of(path: str) -> int | None:
-    """Return the number in the name of a checkpoint, None if there is none or the name is hidden."""
+    """Return the number in the name of a checkpoint; None if there is none or the name begins with a dot."""
     name = os.path.basename(path.rstrip("/"))
     found = None if name.startswith(".") else NUMBER.search(name)
     return int(found.group()) if found else None
@@ -65,7 +65,7 @@ def candidates(
 ) -> list[CheckpointInfo]:
     """Return the numbered checkpoints in ``root``, the newest first: ours, and directories that stock may have written.
 
-    Ours know when they were committed; of the others, the number says how old they are, also beside ours.
+    Ours record when they were committed; the others are ordered by their number, also relative to ours.
     """
     infos = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers).checkpoints()
     ours = {os.path.basename(info.path) for info in infos}
@@ -81,7 +81,7 @@ def candidates(
 
 
 def by_number(paths: Iterable[str]) -> dict[int, str]:
-    """Return the checkpoints whose names have a number, by it."""
+    """Return the checkpoints whose names have a number, by that number."""
     return {number: path for path in paths if (number := number_of(path)) is not None}
 
 
@@ -90,12 +90,12 @@ def next_iteration(
 ) -> int:
     """Return the number of the next automatic name: above the loaded one and above all that exist.
 
-    A new process counts from 0 again, would take a name that exists or, with ``total_limit``, have its checkpoints
-    deleted as the oldest. Whoever goes back to an older checkpoint keeps the newer ones, and the next one is the
-    newest.
+    A new process would count from 0 again: it would take a name that exists or, with ``total_limit``, have its
+    checkpoints deleted as the oldest. A run that goes back to an older checkpoint keeps the newer ones, and the next
+    one is the newest.
     """
     root = automatic_root(accelerator)
-    # Also directories that stock Accelerate or a crash left: their names are taken.
+    # Also directories that stock Accelerate or a crash has left: their names are in use.
     names = os.listdir(root) if not is_remote(root) and os.path.isdir(root) else []
     if not names or tiers is not None:
         names += numbered(root, storage_options, tiers).values()

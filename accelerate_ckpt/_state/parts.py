@@ -1,4 +1,4 @@
-"""The parts of an Accelerator's state, each with its kind, and how they go back."""
+"""The parts of an Accelerator's state, each with its kind (replicated, sharded, per-rank), and how they are loaded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ckpt_core.state.kinds import Kind, buffers_of_rank, frozen_parameters, inde
 from ckpt_core.tree import tensors
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
-RANK = "own"  # the part in which every rank has what is its own
+RANK = "own"  # the part with the state of each rank
 
 
 def model_parts(models: Sequence[Any], weights: Sequence[Mapping[str, Any]], kind: Kind) -> list[Part]:
-    """Return one part for each state dictionary; hooks may have taken those of some models away."""
+    """Return one part for each state dictionary; hooks may have removed those of some models."""
     frozen = [frozen_parameters(model) for model in models] if len(models) == len(weights) else [()] * len(weights)
     return [Part(indexed("model", index), state, kind, frozen[index]) for index, state in enumerate(weights)]
 
@@ -43,12 +43,12 @@ def scheduler_parts(schedulers: Sequence[Any]) -> list[Part]:
 
 
 def custom_parts(objects: Sequence[Any]) -> list[Part]:
-    """Return one part for each registered object: every rank has its own."""
+    """Return one per-rank part for each registered object."""
     return [Part(f"custom_{index}", item.state_dict(), Kind.PER_RANK) for index, item in enumerate(objects)]
 
 
 def tensor_sizes(parts: Sequence[Part]) -> Iterator[int]:
-    """Return the bytes of the tensors of the parts, each object counted once."""
+    """Return the sizes in bytes of the tensors in the parts, each object counted once."""
     seen: set[int] = set()
     for part in parts:
         for _, tensor in tensors(part.state):
@@ -64,7 +64,7 @@ def own_buffers(accelerator: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key: str) -> None:
-    """Refuse the state of an optimizer over other parameters, before anything is changed."""
+    """Raise if the state is of an optimizer over other parameters, before anything is changed."""
     here = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in state["param_groups"]]
     if here != saved:
@@ -80,10 +80,10 @@ def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key:
 def check_weights(
     model: torch.nn.Module, saved: Mapping[str, tuple[int, ...] | None], *, strict: bool, path: str
 ) -> None:
-    """Refuse the weights of another model, by their shapes (None for what is no tensor), before anything is changed.
+    """Raise if weights are of another model, by their shapes (None for non-tensors), before anything is changed.
 
-    With ``strict``, missing and unexpected names are refused, too. A model with modules that load in their own way is
-    left to them: they may take other names and shapes.
+    With ``strict``, also for missing and unexpected names. A model with modules that override loading is not checked:
+    they may accept other names and shapes.
     """
     if any(_loads_in_its_own_way(module) for module in model.modules()):
         return
@@ -94,7 +94,7 @@ def check_weights(
         if shape is not None and isinstance(here.get(name), torch.Tensor) and tuple(here[name].shape) != shape
     ]
     if strict:
-        # One of the names of a tied weight is enough; statistics of old models have no counters.
+        # One name of a tied weight is enough; BatchNorm statistics of old models have no counters.
         stored = {id(here[name]) for name in saved if name in here}
         missing = [name for name, value in here.items() if id(value) not in stored and isinstance(value, torch.Tensor)]
         problems += [f"{name} is not in the checkpoint" for name in missing if not name.endswith("num_batches_tracked")]
@@ -128,26 +128,26 @@ def load_model(
     strict: bool = True,
     **arguments: Any,
 ) -> None:
-    """Read a model's weights from a part straight into its tensors: those of ``rank``, where each rank has its own.
+    """Read a model's weights from a part straight into its tensors: those of ``rank``, if each rank has its own.
 
-    Its ``state_dict`` says which tensors; its ``load_state_dict`` is called too, with ``arguments``. Where the
-    checkpoint is of another model, nothing is changed. With ``strict``, missing and unexpected names are refused.
+    The tensors are those of its ``state_dict``; its ``load_state_dict`` is called too, with ``arguments``. If the
+    checkpoint is of another model, nothing is changed. With ``strict``, missing and unexpected names raise.
     """
     loaded = checkpoint.load(part, into=model.state_dict(), rank=rank, strict=strict)
-    # What the model does not have comes without values.
+    # Tensors that the model does not have come without values.
     loaded = {name: value for name, value in loaded.items() if not getattr(value, "is_meta", False)}
-    # The values are in place. This is for modules that act on it, and for extra state.
+    # The values are loaded already. This call is for modules with their own loading code, and for extra state.
     model.load_state_dict(loaded, strict=strict, **arguments)
 
 
 # ---- FSDP: models and optimizers in pieces, each rank with its own ---------------------------------------------------
 
-# Of every tensor only this rank's piece, where it is now.
+# Only this rank's piece of each tensor, on its present device.
 _PIECES = StateDictOptions(full_state_dict=False, cpu_offload=False)
 
 
 def is_sharded(accelerator: Any) -> bool:
-    """Whether the Accelerator's models are sharded."""
+    """Return whether the Accelerator's models are sharded."""
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
@@ -171,15 +171,15 @@ def sharded_parts(accelerator: Any) -> list[Part]:
 def read_sharded(accelerator: Any, checkpoint: DirectoryCheckpoint) -> list[Any]:
     """Read this rank's pieces of models and optimizers; any number of ranks may have saved. See :func:`apply_sharded`.
 
-    Where the checkpoint is of another model, nothing is changed.
+    If the checkpoint is of another model, nothing is changed.
     """
-    # The targets first: making them takes all ranks, and reading may fail on one.
+    # The targets first: creating them takes all ranks, while reading may fail on one.
     targets = sharded_parts(accelerator)
     return [checkpoint.load(target.name, into=target.state) for target in targets]
 
 
 def apply_sharded(accelerator: Any, states: Sequence[Any]) -> None:
-    """Set what :func:`read_sharded` has read; called on all ranks together."""
+    """Set the states that :func:`read_sharded` has read; called on all ranks together."""
     models = accelerator._models
     for model, state in zip(models, states, strict=False):
         set_model_state_dict(model, state, options=_PIECES)

@@ -1,7 +1,7 @@
-"""A run that is told to end saves first, on all ranks after the same batch, and ends when that is durable.
+"""Preemption: a run that receives a signal or notice to end saves on all ranks after the same batch, and then ends.
 
-Handlers of signals only note them. Ranks talk about them on threads (:class:`ckpt_core.ranks.Meeting`), so that no step
-has a collective because of it.
+Signal handlers only note the signals. Ranks exchange them on threads (:class:`ckpt_core.ranks.Meeting`), so that steps
+need no collective for it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class PreemptionWatch:
-    """Watches for what tells one Accelerator's run to end; made on all ranks together, on their main threads.
+    """Watches for signals and notices that end one Accelerator's run; created on all ranks together, on main threads.
 
     Signals count while the script trains. Before that, and after the training of a Trainer, there is nothing to save,
-    and they do what they do without this, also where the main thread waits for another rank.
+    and signals have their usual effect, also while the main thread waits for another rank.
 
-    ``value`` says what ends the run, as the option does; what makes no sense is an ``OptionError``. The store of
-    ``ranks`` is that of this Accelerator.
+    ``value`` is that of the option ``preempt``; an invalid one is an ``OptionError``. The store of ``ranks`` is that of
+    this Accelerator.
     """
 
     def __init__(self, value: Any, ranks: RankGroup, is_rank_gone: Callable[[], bool]) -> None:
@@ -40,10 +40,10 @@ class PreemptionWatch:
             raise OptionError(f"preempt: {error}") from None
         self.signals = tuple(preemption.signals)  # names of the signals that count
         silent = copy.copy(preemption)
-        vars(silent).update(vars(preemption) | {"signals": ()})  # its seconds count from when that was made
+        vars(silent).update(vars(preemption) | {"signals": ()})  # deadlines count from the creation of the original
         self._watch = EndWatch(silent, ranks, is_rank_gone)
         self._notes: SignalNotes | None = None
-        # Whether somebody else knows better than the loaders where a step ends, and asks `due`
+        # False: an integration knows better than the loaders where a step ends, and calls `due`
         self.asks_itself = True
 
     @property
@@ -52,23 +52,23 @@ class PreemptionWatch:
         return self._notes is not None
 
     def begin(self) -> None:
-        """Let signals count: the script trains."""
+        """Make signals count, because the script trains from now on."""
         if self._notes is None:
             self._notes = SignalNotes(self.signals, self._watch.ask)
 
     def end(self) -> None:
-        """Let signals do again what they did before :meth:`begin`."""
+        """Restore the effect that signals had before :meth:`begin`."""
         if self._notes is not None:
             self._notes.close()
             self._notes = None
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self.end()
         self._watch.close()
 
     def due(self, session: Any, *, last: bool = False) -> int | None:
-        """Return the exit status if the run is to end now, and say why; ``last`` as for the watch of ``ckpt_core``."""
+        """Return the exit status if the run is to end now, and log why; ``last`` as for :class:`EndWatch`."""
         try:
             due = self._watch.due(last=last)
         except SystemExit:
@@ -99,7 +99,7 @@ class PreemptionWatch:
                 log.error(NOT_SAVED)
             elif session.rank == 0:
                 log.warning("saved %s", path)
-        except (CheckpointError, OSError) as error:  # the latter of a file that a hook of the script writes
+        except (CheckpointError, OSError) as error:  # OSError: from a file that a hook of the script writes
             log.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
         if has_failed and session.memory is not None:
             session.memory.leave()
@@ -109,7 +109,7 @@ class PreemptionWatch:
 
 @contextlib.contextmanager
 def failures_of_trackers_logged() -> Iterator[None]:
-    """Let a run that is told to end do so with its own exit status, whatever the script's trackers raise."""
+    """Log whatever the script's trackers raise, so that the run still ends with its own exit status."""
     try:
         yield
     except Exception:
@@ -117,7 +117,7 @@ def failures_of_trackers_logged() -> Iterator[None]:
 
 
 def target_of_run(session: Any) -> str:
-    """Return where a run saves that nobody has asked to, so that ``resume="auto"`` finds it."""
+    """Return the path of a save that the script did not request, where ``resume="auto"`` finds it."""
     if session.accelerator.project_configuration.automatic_checkpoint_naming:
         return target_of(session.accelerator, None)  # the next automatic name
     return os.path.join(directory_of_run(session), f"checkpoint_{session.step}")

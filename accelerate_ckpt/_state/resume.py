@@ -1,4 +1,4 @@
-"""``resume="auto"``: what ``load_state`` without a directory continues from, and that it may be nothing."""
+"""``resume="auto"``: where ``load_state`` without a directory looks, and the count of attempts to resume."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NO_CRASH = (KeyboardInterrupt, StateMismatchError, type(None))
 
 
 def directory_of_run(session: Any) -> str:
-    """Return where checkpoints are looked for, and where one is saved before the run ends.
+    """Return the directory to look for checkpoints in, and to save in before the run ends.
 
     That is the option ``checkpoint_dir``, else ``checkpoints`` in the ``project_dir``, where automatic names are, else
-    ``checkpoints`` in the working directory, and for a task of a SLURM array its own folder there.
+    ``checkpoints`` in the working directory, or for a task of a SLURM array its own folder there.
     """
     if session.config.checkpoint_dir is not None:
         return as_at_start(session, path_text(session.config.checkpoint_dir))
@@ -31,10 +31,10 @@ def directory_of_run(session: Any) -> str:
 
 
 def refuse_unwritable(session: Any, directory: str | None = None) -> None:
-    """Refuse, once and before it trains, a run that could not save; called on all ranks together.
+    """Raise before training, once, if the run could not save; called on all ranks together.
 
-    ``directory`` is that of a Trainer. Without one, it is where automatic names are, or where the run looks for what to
-    resume, or saves unasked. Where a script saves under paths of its own, its first save says so.
+    ``directory`` is that of a Trainer. By default, it is that of automatic names, or the one in which the run looks for
+    a checkpoint to resume or saves without a request. If the script chooses the paths, its first save raises instead.
     """
     if session.has_tried_to_save:
         return
@@ -54,14 +54,14 @@ def refuse_unwritable(session: Any, directory: str | None = None) -> None:
 
 
 def stay_where_it_began(session: Any) -> None:
-    """Keep a relative ``project_dir`` where ``resume="auto"`` looks at the next start."""
+    """Resolve a relative ``project_dir`` against the directory in which the run began, as the next start will."""
     project = session.accelerator.project_configuration
     if session.config.resume == "auto" and project.project_dir:
         project.project_dir = as_at_start(session, path_text(project.project_dir))
 
 
 def as_at_start(session: Any, path: str) -> str:
-    """Return a path as it was meant when the run began, although the script has changed its working directory since."""
+    """Return a path relative to the working directory in which the run began, if the script has changed it since."""
     has_moved = not is_remote(path) and not os.path.isabs(path) and os.getcwd() != session.began_in
     return os.path.join(session.began_in, path) if has_moved else path
 
@@ -77,21 +77,21 @@ class AutoResume:
         self._attempts = ResumeAttempts(root, config.resume_attempts, storage_options=options, tiers=session.tiers)
 
     def in_order(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Return checkpoints in the order in which they are tried; those on which the run crashes are left alone."""
+        """Return checkpoints in the order to try; those on which the run crashed too often come last, and are kept."""
         ordered = self._attempts.in_order(found)
         self._session.note_passed_over(self._attempts.stepped_over)
         return ordered
 
     def begin(self, info: CheckpointInfo) -> None:
-        """Count an attempt, until the program has ended as it should."""
+        """Count an attempt, until the program has ended without a crash."""
         self._is_counted = True
         self._attempts.begin(info)
         atexit.register(self.end)
 
     def end(self) -> None:
-        """The program ends, or training has: unless an exception has ended it, that was no crash.
+        """Clear the count when training or the program ends, unless an exception has ended it.
 
-        Nor are Ctrl-C, and another model than the checkpoint's, for which older ones are no better.
+        Ctrl-C does not count as a crash, nor does a model that does not fit the checkpoint: older ones fit no better.
         """
         atexit.unregister(self.end)
         is_counted, self._is_counted = self._is_counted, False
@@ -99,17 +99,17 @@ class AutoResume:
             self._attempts.end()
 
     def crashed(self) -> None:
-        """Let the attempt count, however the program ends: another rank is dead."""
+        """Count the attempt as failed, however the program ends, because another rank is dead."""
         atexit.unregister(self.end)
 
     def told_to_end(self) -> None:
-        """Note, on any thread, that a signal ends the process: that is no crash."""
+        """Note that a signal ends the process, which is no crash; callable from any thread."""
         if self._is_counted:
             self._attempts.end()
 
 
 def point_of(path: str, step: int, data: Mapping[str, Any]) -> ResumePoint:
-    """Return where a run continues, by what a checkpoint says of its data."""
+    """Return the step, epoch and batch at which a run continues, from a checkpoint's data position."""
     loaders = [loader for loader in data.get("loaders", ()) if loader]
     trained = next((loader for loader in loaders if loader.get("trained")), None)
     if trained is None:

@@ -1,4 +1,4 @@
-"""Which checkpoints go: what lies beyond Accelerate's ``total_limit``, or what a policy gives up."""
+"""Retention: deletes checkpoints beyond Accelerate's ``total_limit``, or that a policy no longer keeps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def remove_unwanted(session: Any, target: str) -> None:
-    """Have the checkpoints deleted that neither the framework's own rule nor the policy wants, on rank 0.
+    """Delete, on rank 0, the checkpoints that neither the framework's own rule nor the policy keeps.
 
-    They go when ``target``, whose save has just begun or is done, is durable.
+    They are deleted once ``target``, whose save has just begun or is done, is durable.
     """
     if session.rank or session.rehearsal is not None:
         return
@@ -45,7 +45,7 @@ def remove_unwanted(session: Any, target: str) -> None:
 
 
 def _beyond_total_limit(session: Any, pending: list[str]) -> list[str] | None:
-    """Return the committed checkpoints that Accelerate's ``total_limit`` gives up, the oldest first; None without one.
+    """Return the committed checkpoints beyond Accelerate's ``total_limit``, the oldest first; None without a limit.
 
     Those whose save is ``pending`` count, and stay; damaged ones stay and do not count.
     """
@@ -61,12 +61,12 @@ def _beyond_total_limit(session: Any, pending: list[str]) -> list[str] | None:
 
 
 class Retention:
-    """What is known of the checkpoints of one Accelerator, and which of them its policy gives up.
+    """The history of one Accelerator's checkpoints, from which its policy chooses those to keep.
 
-    Checkpoints whose names in one directory differ in nothing but numbers (``step_100``, ``step_200``) are a series, in
-    which the policy chooses; what has another name, or one that does not begin with ``prefix``, is left alone. What a
-    policy needs to know is in each checkpoint's metadata, so that a run that is resumed knows of those of the runs
-    before. The policy may be the mapping that names its class; another one is refused with an ``OptionError``.
+    Checkpoints of one directory whose names differ only in numbers (``step_100``, ``step_200``) are a series, in which
+    the policy chooses; those with other names, or without ``prefix``, are left alone. What a policy needs to know is in
+    each checkpoint's metadata, so that a resumed run knows it of the checkpoints of earlier runs. The policy may be a
+    mapping that names its class; an invalid one raises ``OptionError``.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Retention:
         self._storage_options = storage_options
 
     def covers(self, target: str) -> bool:
-        """Return whether the policy is for a checkpoint of that name."""
+        """Return whether the policy applies to a checkpoint of that name."""
         return os.path.basename(target.rstrip("/")).startswith(self._prefix)
 
     def record(self, target: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Note a checkpoint whose save has begun: steps taken, what was logged, Unix time in seconds."""
+        """Note a checkpoint whose save has begun: its step, the logged metrics, Unix time in seconds."""
         self._history.record(self._checkpointer.known_as(target), step, metrics, time)
 
     def surplus(
@@ -110,7 +110,7 @@ class Retention:
         return self._history.surplus({*under_way, *map(self._checkpointer.known_as, protected)}, among=paths)
 
     def _read(self, path: str) -> SavedCheckpoint | None:
-        """Return what the checkpoint of an earlier run says of itself, None if it cannot or is not one of ours."""
+        """Return what the checkpoint of an earlier run records about itself; None if it is unreadable or not ours."""
         try:
             with self._checkpointer.load(path) as checkpoint:
                 about, committed = checkpoint.metadata.get(FORMAT), checkpoint.stamp.committed
@@ -128,7 +128,7 @@ def _series_of(name: str) -> str:
 
 
 def _built(policy: Any) -> Any:
-    """Return the object that a mapping of class and arguments describes; anything else as it is, lists item by item."""
+    """Create the object that a mapping of class and arguments describes, also in lists; return other values as is."""
     if isinstance(policy, (list, tuple)):
         return [_built(item) for item in policy]
     if not isinstance(policy, Mapping) or "class_path" not in policy:

@@ -1,8 +1,8 @@
-"""Plain attributes of a script's models that training changes and no state holds: they are named, once.
+"""Warns, once each, about user attributes of models that training changes and no state holds.
 
 Weights and buffers are saved with a model; a factor that its ``forward`` lowers, or a list that it keeps, is not. What
-data sets, samplers and ``collate_fn`` change is captured (:class:`ckpt_core.state.loader_objects.Carried`), and what
-registered objects return from ``state_dict`` is theirs to say.
+data sets, samplers and ``collate_fn`` change is captured (:class:`ckpt_core.state.loader_objects.Carried`), and
+registered objects decide themselves what their ``state_dict`` returns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NAMED = 5
 
 
 class Changes:
-    """Watches the modules of a script whose classes are no library's.
+    """Watches those modules of a script's models whose classes are not from a library.
 
-    ``say`` is called once for each attribute that a resume will not have, with words for the user.
+    ``say`` is called with a message for the user, once for each attribute that a resume will not have.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -31,9 +31,9 @@ class Changes:
         self._named: set[tuple[str, str]] = set()
 
     def begin(self, models: Sequence[torch.nn.Module], held: Iterable[object]) -> None:
-        """What changes from now on is changed by training; does nothing a second time.
+        """Take the present values as those before training; does nothing if called again.
 
-        Objects that are held have a state of their own in each checkpoint.
+        Objects in ``held`` have their own state in each checkpoint.
         """
         if self._has_begun:
             return
@@ -44,11 +44,11 @@ class Changes:
         for number, model in enumerate(models):
             for name, module in model.named_modules():
                 if type(module) in users and not _has_more_state(module) and all(module is not one for one in held):
-                    # its children are watched by themselves
+                    # its children are watched separately
                     self._plain[f"{number}.{name}"] = PlainState(module, skip=(*module.children(), *held))
 
     def name(self) -> None:
-        """Name what has changed since the save before, if anything has: each attribute once."""
+        """Report attributes that have changed since training began, each once; called at each save."""
         for name, plain in self._plain.items():
             new = [path for path in plain.changed() if (name, path) not in self._named]
             if new:
@@ -65,7 +65,7 @@ class Changes:
 
 
 def _has_more_state(module: torch.nn.Module) -> bool:
-    """Whether a module says itself what its state is."""
+    """Return whether a module's class defines its own state."""
     kind = type(module)
     names = ("get_extra_state", "state_dict", "_save_to_state_dict")
     return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in names)

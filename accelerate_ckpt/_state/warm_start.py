@@ -1,4 +1,4 @@
-"""Loading a checkpoint into prepared models that are not quite those that were saved."""
+"""``warm_start``: loads a checkpoint into prepared models that differ from the saved ones."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def warm_start(
 ) -> list[LoadReport]:
     """Load weights, and optimizer state that still fits, into what an Accelerator has prepared; on all ranks.
 
-    For a model that was changed since, other names, other heads, weights of another program; for the same one,
-    ``load_state``. Step, data position and random generators stay as they are: this starts a run, and resumes none.
+    Use it if the model has changed (other names, other heads) or the weights are from another program; for the same
+    model, use ``load_state``. Step, data position and random generators stay as they are: this starts a new run.
 
     Args:
         accelerator: The Accelerator, attached or not.
         path: Path or URL, of any layout (:func:`ckpt_core.load_into`).
-        rename: From names there to names here: ``{"backbone.": "encoder."}``, or a function.
+        rename: Maps saved names to names in the model: ``{"backbone.": "encoder."}``, or a function.
         partial: Take what fits; False refuses other shapes.
         strict: With ``partial=False``, refuse missing and unexpected names, too.
         optimizers: Whether to take optimizer state for the parameters that still fit; of a single model.
-        part: Where the model is, if it is not where Accelerate has it.
+        part: The key of the model, if it is not where Accelerate puts it.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for a URL.
 
     Returns:
-        For each model what was taken, skipped and new.
+        For each model, what was taken, skipped and new.
 
     Raises:
-        CheckpointError: It does not fit, is missing or damaged.
+        CheckpointError: The checkpoint does not fit, is missing or damaged.
 
     Example::
 
