@@ -1,4 +1,4 @@
-"""When a rank dies under DDP, one of the others saves what all of them held (:mod:`ckpt_core.survivors`)."""
+"""Just-in-time saves: when a rank dies under DDP, another one saves the state of all (:mod:`ckpt_core.survivors`)."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ from ckpt_core.survivors import (
 log = logging.getLogger(__name__)
 
 _REPLICAS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_DRAIN_SECONDS = 5.0  # for a save that only waits for the disk
+_DRAIN_SECONDS = 5.0  # enough for a pending save that only waits for the disk
 _CUT = (
     "a rank was lost between an optimizer's step and the next batch, and what the script had left to do there, "
     "such as a scheduler's step, is skipped"
 )
 _hooked: list[bool] = []
-_kept: list[Any] = []  # the Accelerator, until training is over: a local of a function that raises is gone at the end
+_kept: list[Any] = []  # keeps the Accelerator alive until training is over, if it is a local of a function that raises
 
 
 def note_start(session: Session) -> None:
-    """Note what this rank alone has before it trains, when the script begins to iterate over a loader.
+    """Note this rank's own state before it trains, when the script begins to iterate over a loader.
 
-    Not where the ranks have to meet first, which may be at different loaders.
+    Not if the ranks would have to meet first (a remote directory), because they may be at different loaders.
     """
     if not _is_wanted(session) or session.work_done[0]:
         return
     if session.just_in_time is None:
         is_ready = session.accelerator._models and session.accelerator._optimizers and torch.is_grad_enabled()
         if not is_ready or is_remote(directory_of_run(session)) or _problem_of(session) is not None:
-            return  # which the first step says
+            return  # after the first step, note_step warns about a problem
         session.just_in_time = JustInTime(session)
     session.just_in_time.note_start()
 
 
 def _is_wanted(session: Session) -> bool:
-    # the notes are beside the checkpoints of the run, which a rehearsal leaves alone
+    # the notes are next to the checkpoints of the run, which a rehearsal leaves alone
     is_asked_for = wait_seconds_of(session.config.just_in_time) is not None
     return is_asked_for and session.world_size > 1 and session.rehearsal is None
 
 
 def note_step(session: Session) -> None:
-    """Note what this rank alone has, after the body of the training loop."""
+    """Note this rank's own state after the body of the training loop."""
     if not _is_wanted(session):
         return
     is_first = session.just_in_time is None or not session.just_in_time.survivors.last
@@ -90,7 +90,7 @@ def note_step(session: Session) -> None:
 
 
 def save_if_rank_was_lost(error: BaseException) -> None:
-    """Save what can be saved, if an exception comes of the loss of another rank."""
+    """Make a just-in-time save if ``error`` is due to the loss of another rank."""
     for session in live_sessions():
         if session.just_in_time is not None:
             session.just_in_time.rescue(error)
@@ -114,13 +114,13 @@ def _problem_of(session: Session) -> str | None:
 
 
 def _shards_of(session: Session) -> list[int] | None:
-    """Return which shard each rank holds, where others hold the same ones (HSDP)."""
+    """Return which shard each rank holds if other ranks hold copies of it (HSDP); None otherwise."""
     is_candidate = is_sharded(session.accelerator) and session.saves_alone is None
     return shards_of(session.accelerator._models, session.world_size) if is_candidate else None
 
 
 def _hook_exceptions() -> None:
-    # for what fails outside of accelerator.backward: other collectives, a forward pass
+    # for exceptions outside of accelerator.backward: in other collectives, in a forward pass
     if _hooked:
         return
     _hooked.append(True)
@@ -131,7 +131,7 @@ def _hook_exceptions() -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
-    call_after_threads(_save_at_end)  # for programs that catch what is raised, and end
+    call_after_threads(_save_at_end)  # for programs that catch the exception and end
 
 
 def _save_at_end() -> None:
@@ -141,7 +141,7 @@ def _save_at_end() -> None:
 
 
 class JustInTime:
-    """Notes what this rank of an Accelerator alone has, and saves when another one dies."""
+    """Notes this rank's own state during training, and saves a checkpoint when another rank dies."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -172,11 +172,11 @@ class JustInTime:
         if not session.data.is_settled:
             return
         state = self._state()
-        state["own"] |= {"gradients": None, "window_open": False}  # as after a step, inside of no window
+        state["own"] |= {"gradients": None, "window_open": False}  # as after a step, outside of a window
         self.survivors.note_start(state)
 
     def step_is_done(self) -> None:
-        """Note the state; what may have been raised in the step, the script has caught."""
+        """Note the state after a step; if an exception was raised in it, the script has caught it."""
         self._is_over = False
         self.note()
 
@@ -201,7 +201,7 @@ class JustInTime:
         }
 
     def backward_begins(self, loss: Any) -> None:
-        """The gradients will be exchanged: note what the step has drawn, and its statistics."""
+        """Note the generators and buffers (BatchNorm's statistics) of this step, before gradients are exchanged."""
         session = self._session
         session.data.uses.note()  # the batch is used
         if not session.accelerator.sync_gradients or session.local_sgd.active or session.uneven:
@@ -223,19 +223,19 @@ class JustInTime:
                 raise RankFailedError(NO_PLACE)
 
         try:
-            self._session.agreement.all_succeeded("just_in_time", lambda: None)  # each has made its file
+            self._session.agreement.all_succeeded("just_in_time", lambda: None)  # now each rank has created its file
             self._session.agreement.all_succeeded("just_in_time", look)
         except RankFailedError:
             return False
         return True
 
     def close(self, *, remove: bool) -> None:
-        """Take part no longer; delete the file if training came to its end."""
+        """Stop taking part; ``remove`` this rank's file if training came to its end."""
         _kept.clear()
         self.survivors.close(remove=remove)
 
     def at_end(self) -> None:
-        """The program ends, and has not said why: save if another rank is dead, else let the others know."""
+        """Save if another rank is dead, otherwise tell the others that this one leaves; at the end of the program."""
         if self.survivors.is_rank_gone():
             self.rescue(RankFailedError("another rank is gone"))
         elif not self._is_over:
@@ -243,7 +243,7 @@ class JustInTime:
             self.survivors.leave()
 
     def rescue(self, error: BaseException) -> None:
-        """Save if an exception comes of the loss of another rank, and this is the rank to do it."""
+        """Save if ``error`` is due to the loss of another rank and the survivors choose this rank."""
         if self._is_over:
             return
         self._is_over = True
@@ -272,11 +272,11 @@ class JustInTime:
         return target, RescueSave(rescue, target, rank=session.rank, session=session.run_id, storage_options=options)
 
     def _write(self, rescue: Rescue) -> dict[str, Any]:
-        """Write the files of the ranks for which this one writes; return where, and what is in them."""
+        """Write the files of the ranks on whose behalf this one writes; return where, and what is in them."""
         session, alone = self._session, self._session.saves_alone
         target, together = self._place(rescue)
         if alone is not None and session.checkpointer.exists(target):
-            return {}  # was saved at the end of this step
+            return {}  # it was saved already, at the end of this step
         return together.write(
             lambda rank: self._parts(rescue, rank), write_files=None if alone is None else alone.write_files
         )

@@ -1,4 +1,4 @@
-"""``load_state``: Accelerate's semantics, on the engine; also for checkpoints of stock Accelerate."""
+"""``load_state``: loads our checkpoints, and those of stock Accelerate, with Accelerate's semantics."""
 
 from __future__ import annotations
 
@@ -74,20 +74,20 @@ def load_state(
     load_kwargs: dict[str, Any] | None,
     model_arguments: dict[str, Any],
 ) -> None:
-    """Bring an Accelerator's run to where it was when a checkpoint was saved; called on all ranks together.
+    """Restore the state of an Accelerator's run from a checkpoint; called on all ranks together.
 
-    Without ``input_dir`` (a local path or URL), that is the newest automatically named one that verifies.
+    Without ``input_dir`` (a local path or URL), the newest automatically named checkpoint that verifies is loaded.
     ``load_kwargs`` are for Accelerate's own ``load_state``, ``original``, which reads its own checkpoints;
-    ``weights_only=False`` in them says that code in the checkpoint may run. ``model_arguments`` are for
-    ``load_state_dict`` of the models; ``map_location`` is Accelerate's. A checkpoint that is missing, damaged, or of
-    another run is refused on all ranks.
+    ``weights_only=False`` in them means that code in the checkpoint may run. ``model_arguments`` are for
+    ``load_state_dict`` of the models; ``map_location`` is Accelerate's. Raises on all ranks if the checkpoint is
+    missing, damaged, or of another run.
     """
     if model_arguments.get("map_location") not in _MAP_LOCATIONS:
         raise TypeError(
             "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or `'on_device'`"
         )
     if session.rank == 0 and input_dir is not None:
-        # Ranks that have no part in a save must find it; it may be another Accelerator's.
+        # Ranks that take no part in a pending save must find its checkpoint; another Accelerator may be saving it.
         wait_for_saves(session.checkpointer.known_as(input_dir))
     # Rank 0's path counts, as for saves.
     session.told.add("resume")
@@ -101,7 +101,7 @@ def load_state(
     else:
         path = _newest(session)
 
-    # In two steps, because the second one may need all ranks: one that had failed would leave the others waiting.
+    # In two steps, because the second may need all ranks: if one failed before, the others would wait for it.
     found: list[_Ours | _Stock] = []
 
     def read() -> None:
@@ -117,10 +117,10 @@ def load_state(
 def find_resume(
     session: Session, root: str, what: str, newest: Callable[[Session, str, AutoResume], str | None]
 ) -> str | None:
-    """Return what ``resume="auto"`` continues from, None if there is nothing, which is said; all ranks together.
+    """Return the checkpoint that ``resume="auto"`` continues from; log a line and return None if there is none.
 
-    ``newest`` is called on rank 0; it returns the newest checkpoint in ``root`` that can be used. Where there are some,
-    and none can be used, that is an error. ``what`` is being done, for errors.
+    Called on all ranks together. ``newest`` is called on rank 0; it returns the newest usable checkpoint in ``root``,
+    and raises if there are some and none is usable. ``what`` names the operation in errors.
     """
     _wait_for_saves(session, root)
     auto = session.auto_resume = AutoResume(session, root)
@@ -133,7 +133,7 @@ def find_resume(
 
 def _wait_for_saves(session: Session, root: str) -> None:
     session.checkpointer.drain()
-    wait_for_saves(session.checkpointer.known_as(root))  # of an Accelerator that this process had before
+    wait_for_saves(session.checkpointer.known_as(root))  # also those of an earlier Accelerator of this process
 
 
 class _Stock:
@@ -196,7 +196,7 @@ def _continue_counting(session: Session, path: str, loaded: int | None) -> None:
 
 
 def _newest(session: Session) -> str:
-    """Return the newest automatically named checkpoint that can be used; where there is none, that is an error."""
+    """Return the newest automatically named checkpoint that can be used; raise if there is none."""
     accelerator = session.accelerator
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
@@ -221,7 +221,7 @@ def _newest_usable(session: Session) -> str | None:
 def _newest_of_run(session: Session, root: str, auto: AutoResume) -> str | None:
     if session.accelerator.project_configuration.automatic_checkpoint_naming:
         found = candidates(root, session.config.storage_options, session.tiers)
-    else:  # of any name
+    else:  # with any name
         options = session.config.storage_options
         found = Catalog(root, suffix="", storage_options=options, tiers=session.tiers).checkpoints()
         found = [info for info in found if info.is_directory]
@@ -243,7 +243,7 @@ def newest_usable(
 ) -> str | None:
     """Return the first checkpoint that can be used (:func:`ckpt_core.catalog.first_usable`), None if there are none.
 
-    With ``auto``, those on which the run crashes come last, and the attempt is counted.
+    With ``auto``, those on which the run crashed too often come last, and the attempt is counted.
     """
 
     def check_info(info: CheckpointInfo) -> None:
@@ -251,7 +251,7 @@ def newest_usable(
             check(info.path)
         except CheckpointError:
             raise
-        except OSError as error:  # of one that is not ours: it may not be read, or was deleted meanwhile
+        except OSError as error:  # from a checkpoint that is not ours: it is unreadable, or was deleted meanwhile
             text = f"cannot read the checkpoint: {error.strerror or error}"
             raise StorageError(text, path=info.path, errno=error.errno) from error
 
@@ -280,18 +280,18 @@ def _check_usable(session: Session, path: str) -> None:
 
 
 class _Ours:
-    """A checkpoint of ours, read but for the models; the arguments are those of :func:`load_state`."""
+    """A checkpoint of ours, of which all but the models is read; the arguments are those of :func:`load_state`."""
 
     def __init__(
         self, session: Session, path: str, load_kwargs: dict[str, Any] | None, model_arguments: dict[str, Any]
     ) -> None:
-        model_arguments.pop("map_location", None)  # tensors go to where those of the model and its parameters are
+        model_arguments.pop("map_location", None)  # tensors are loaded to the devices of the model's own
         accelerator = session.accelerator
         self._begun = time.monotonic()
         self._session = session
         self._path = path
         self._model_arguments = model_arguments
-        self._types: dict[int, torch.dtype] = {}  # that parameters had when they were saved, by their identity
+        self._types: dict[int, torch.dtype] = {}  # saved dtypes of parameters, by their id()
         weights_only = not _may_run_code(session, load_kwargs)
         with contextlib.closing(session.reader_of(path).load(path, weights_only=weights_only)) as checkpoint:
             about = _metadata(checkpoint, path)
@@ -331,7 +331,7 @@ class _Ours:
         if self._about.get("of_stock"):
             _tell_of_stock(session, self._path)
         accelerator = session.accelerator
-        session.data.follow()  # what a registered sampler begins with is known before its state is loaded
+        session.data.follow()  # notes the initial state of a registered sampler, before its saved state is loaded
         self._load_models()
         if session.world_size == self._saved_world_size:
             for model, buffers in zip(accelerator._models, own["buffers"], strict=False):
@@ -389,7 +389,7 @@ class _Ours:
                         hook(models, directory)
             for index, model in enumerate(models):
                 part, arguments = indexed("model", index), self._model_arguments
-                if self._about.get("of_stock"):  # which has one of the names of a tied weight
+                if self._about.get("of_stock"):  # stock Accelerate saves only one name of a tied weight
                     shapes = {name: info.shape for name, info in checkpoint.parts[part].tensors.items()}
                     check_weights(model, shapes, strict=arguments.get("strict", True), path=self._path)
                     arguments = {**arguments, "strict": False}
@@ -402,7 +402,7 @@ class _Ours:
 
 @contextlib.contextmanager
 def _local_directory(checkpoint: DirectoryCheckpoint) -> Iterator[str]:
-    """Give the files that hooks wrote as a local directory: the checkpoint itself, or a copy of what is in a store."""
+    """Yield a local directory with the files that hooks wrote: the checkpoint itself, or a copy of one on a store."""
     if not is_remote(checkpoint.path):
         yield checkpoint.path
         return
@@ -410,7 +410,7 @@ def _local_directory(checkpoint: DirectoryCheckpoint) -> Iterator[str]:
         for name in checkpoint.files:
             target = Path(directory, name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(CheckpointNotFoundError):  # tensors, which hooks have not written
+            with contextlib.suppress(CheckpointNotFoundError):  # a file of tensors, not written by hooks
                 target.write_bytes(checkpoint.read_file(name))
         yield directory
 
@@ -433,7 +433,7 @@ def _metadata(checkpoint: DirectoryCheckpoint, path: str) -> Mapping[str, Any]:
 
 
 def _states_to_read(accelerator: Any) -> dict[str, Any]:
-    """Return what has a ``load_state_dict`` that takes a part as it is, by the part's name."""
+    """Return the objects whose ``load_state_dict`` takes a part unchanged, by the part's name."""
     owners: dict[str, Any] = {}
     if not is_sharded(accelerator):
         owners |= {indexed("optimizer", index): owner for index, owner in enumerate(accelerator._optimizers)}

@@ -1,4 +1,4 @@
-"""``save_state``: Accelerate's semantics, on the engine."""
+"""``save_state``: saves an Accelerator with Accelerate's semantics, through :mod:`ckpt_core`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _TRIGGERED = (
 def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
     """Save everything that an Accelerator's run needs to continue; called on all ranks together.
 
-    Returns where the checkpoint is, or will be: a ``Path``, or for a URL the text, which a ``Path`` would spoil. Raises
-    if this save failed, or one in the background before it, or if the automatic name is taken.
+    Returns where the checkpoint is, or will be: a ``Path``, or for a URL a string, because a ``Path`` would change it.
+    Raises if this save failed, or an earlier one in the background, or if the automatic name is taken.
     """
     accelerator = session.accelerator
     if session.config.is_async or session.tiers is not None:
@@ -79,7 +79,7 @@ def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
 
 
 def save_deferred(session: Session) -> None:
-    """Make the saves that were waiting for the end of an accumulation window, if it has ended."""
+    """Make the saves that wait for the end of an accumulation window, if it has ended."""
     while session.deferred and not session.window_is_open:
         target = session.deferred.pop(0)
         _save_now(session, _agree(session, target))
@@ -105,7 +105,7 @@ def save_snapshot(session: Session) -> None:
         if not is_sharded(session.accelerator):
             wait_if_small(memory.checkpointer, tensor_sizes(parts))
     except Exception as error:  # noqa: BLE001 - as above
-        memory.tier.fail(error)  # after which rank 0 names no place for another one
+        memory.tier.fail(error)  # after this, rank 0 proposes no further snapshot
     memory.tier.took(time.monotonic() - begin)
 
 
@@ -121,7 +121,7 @@ def _agree(session: Session, target: str) -> AgreedSave:
             if is_remote(path) or not os.path.lexists(path) or os.path.isdir(path):
                 return None
             return FileExistsError(f"{path} is a file, and a checkpoint is a directory: give another path")
-        wait_for_saves(session.checkpointer.known_as(path))  # of another Accelerator, which counts for itself
+        wait_for_saves(session.checkpointer.known_as(path))  # another Accelerator may save there: it counts separately
         try:
             if not os.path.exists(path) and not session.checkpointer.is_taken(path):
                 return None
@@ -134,8 +134,8 @@ def _agree(session: Session, target: str) -> AgreedSave:
             "`self.save_iteration` with what iteration to start with."
         )
 
-    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So
-    # they are once if rank 0 has not everything, which decides what it writes.
+    # Without a step to compare, a rank that has missed a save would be mixed into the next one, so rank 0 waits for all
+    # ranks. It also does until it knows whether all ranks call save_state, if that decides what it writes.
     step = session.step_of_all
     is_spread = is_sharded(accelerator) or session.config.slices_replicated
     unknown = (is_spread and session.come_all is not True) or (session.come_all is None and not session.config.is_async)
@@ -202,13 +202,13 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
             # The hooks come first, because they decide what is to be saved.
             weights, files = _after_hooks(session, agreed, undo)
         parts = _save_parts(session, agreed, weights, files)
-        undo.pop_all()  # the files are the save's now
+        undo.pop_all()  # the files belong to the save now
     remove_unwanted(session, target)
     if not is_sharded(session.accelerator):
         wait_if_small(session.checkpointer, tensor_sizes(parts))
     if session.config.is_async:
         wait_when_safetensors_open()
-        session.checkpointer.wait_when_touched(target)  # which stock would have left there, for the script to use
+        session.checkpointer.wait_when_touched(target)  # the script may read the files at once, as after a stock save
 
 
 def _save_parts(
@@ -246,7 +246,7 @@ def _absent(session: Session, agreed: AgreedSave) -> Collection[int]:
 
 
 def _fail_everywhere(session: Session, agreed: AgreedSave, error: Exception) -> None:
-    """Tell the other ranks, which would wait for this one's part."""
+    """Make the save fail on the other ranks, which would otherwise wait for this rank's part."""
     session.checkpointer.refuse(agreed.path, error, number=agreed.number, absent=agreed.absent)
 
 
@@ -279,10 +279,10 @@ def _after_hooks(session: Session, agreed: AgreedSave, undo: contextlib.ExitStac
         raise failure
     assert files is not None  # there is no failure
     if session.rank:
-        # Every rank may write config.json; rank 0's is the one.
+        # Every rank may write config.json; that of rank 0 is kept.
         for name in set(names).intersection(files.names()):
             os.unlink(os.path.join(files.directory, name))
-    # Hooks usually take weights away on the main process alone; all ranks must save the same parts.
+    # Hooks usually remove weights on the main process only, but all ranks must save the same parts.
     return weights if session.rank == 0 or None in left else [before[index] for index in left], files
 
 
@@ -304,9 +304,9 @@ def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
 
 
 def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
-    """Return what a checkpoint says of itself.
+    """Return the metadata of a checkpoint.
 
-    Without ``target``, it is a snapshot in memory, which has none of the automatic numbers.
+    Without ``target``, it is a snapshot in memory, which uses up no automatic number.
     """
     accelerator = session.accelerator
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
@@ -332,21 +332,22 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
         about["time"] = commit_time()
         session.retention.record(target, session.step, session.metrics, about["time"])
     if session.metrics:
-        about["metrics"] = dict(session.metrics)  # for policies, and for readers: ckpt ls
+        about["metrics"] = dict(session.metrics)  # for policies, and for `ckpt ls`
     return {FORMAT: about}
 
 
 def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
-    """Return what this rank alone has, for a save.
+    """Return this rank's own state, for a save.
 
-    For a note of each step, without the script's ``variables``, which take long, and with copies of gradients.
+    With ``variables=False``, for a just-in-time note of each step: without the script's variables, which take long, and
+    with copies of gradients.
     """
     accelerator = session.accelerator
     with looks_without_waiting(not variables):
         data = session.data.capture()
     if not variables:
         for loader in filter(None, data["loaders"]):
-            loader["next"] = None  # which nobody knows of a rank that is lost
+            loader["next"] = None  # not known of a rank that is lost
     state: dict[str, Any] = {
         "data": data,
         "gradients": session.open_gradients(copies=not variables),
@@ -360,14 +361,14 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
         in_body = any(one and one["trained"] and one["in_last_body"] for one in state["data"]["loaders"])
         state["script"] = session.variables.capture(between=session.data.is_between, in_body=in_body)
     if session.world_size > 1:
-        # Each rank adds its own batch to what rank 0 had at the start of the step, and inside an accumulation window,
-        # or where the weights are sharded, nobody takes over rank 0's.
+        # Each rank updates rank 0's buffers with its own batch. Inside an accumulation window, or if the weights are
+        # sharded, no rank takes over rank 0's.
         state["buffers"] = own_buffers(accelerator)
     return state
 
 
 def _named(error: SerializationError, accelerator: Any) -> SerializationError:
-    """Name the registered object that an error is about, which the script knows by its class."""
+    """Return the error with the index and class of the registered object that it is about."""
     name, _, _ = (error.key or "").partition(".")
     if not name.startswith("custom_"):
         return error

@@ -1,4 +1,4 @@
-"""What checkpointing knows of one Accelerator: its options, its engine, where its data is, what is under way."""
+"""``Session``: the state of checkpointing for one Accelerator: options, checkpointer, data position, pending saves."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ from ckpt_core.tiers import MemoryTier
 log = logging.getLogger(__name__)
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
-_orphans: list[Session] = []  # their Accelerators are gone, and saves of theirs are not over
+_orphans: list[Session] = []  # sessions whose Accelerators were deleted before all saves were over
 _serials = itertools.count()
 _group: list[RankGroup] = []  # one at most, for all Accelerators of the process: they have the same ranks
 
 
 class SavesAlone(NamedTuple):
-    """How one rank saves what others held that were lost, where that is not as ``save_state`` does."""
+    """How a just-in-time save of an integration differs from ``save_state``."""
 
     directory: str  # of the checkpoints
-    target: Callable[[], str]  # says where
+    target: Callable[[], str]  # returns the path of the save
     write_files: Callable[[str], None]  # writes files of the framework into a directory
 
 
 class Session:
-    """The state of checkpointing for one Accelerator, which it does not keep alive."""
+    """The state of checkpointing for one Accelerator, to which it has only a weak reference."""
 
     def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
         self._accelerator = weakref.ref(accelerator)
@@ -71,9 +71,9 @@ class Session:
         self.local_sgd = LocalSgdState()
         self.told: set[str] = set()
         self.began_in = ""  # the working directory in which the run began
-        with contextlib.suppress(FileNotFoundError):  # deleted, so that no relative path means anything
+        with contextlib.suppress(FileNotFoundError):  # the directory was deleted: relative paths have no meaning
             self.began_in = os.getcwd()
-        self.window_open = False  # whether gradients have been added up that no optimizer step has used
+        self.window_open = False  # whether there are accumulated gradients that no optimizer step has used
         # Whether all ranks call `save_state`, as far as saves until now have shown; None before the first
         self.come_all: bool | None = None
         self.saving = False  # whether the script is inside `save_state`
@@ -81,12 +81,12 @@ class Session:
         self.deferred: list[str] = []
         self._steps_before = 0
         self._steps: collections.Counter[int] = collections.Counter()
-        self._used: dict[int, int] = {}  # of which backward passes each optimizer has used the gradients
+        self._used: dict[int, int] = {}  # by optimizer: after how many backward passes it has stepped last
         self._has_reserved = False
-        self.has_tried_to_save = False  # whether it was checked, before training, that the run can save
+        self.has_tried_to_save = False  # whether refuse_unwritable has checked that the run can save
         self._backward_seen = False
         self._wrapped: list[weakref.ref[Any]] = []
-        # Followed from here on; the session must not keep the Accelerator, and all its models, alive.
+        # Tracked from here on; a proxy, because the session must not keep the Accelerator and its models alive.
         self.data = LoaderPositions(weakref.proxy(accelerator), warn=log.warning)
         weakref.finalize(accelerator, _forget, self.data).atexit = False
         ranks = _rank_group(accelerator, config.commit_timeout)
@@ -95,7 +95,7 @@ class Session:
         store = None if ranks.store is None else PrefixStore(f"accelerator-{serial}", ranks.store)
         strategy = "async" if config.is_async else "sync"
         options = CheckpointerOptions.of(vars(config), strategy=strategy, listeners=config.made_listeners())
-        self.tiers = options.tiers  # where checkpoints are committed and where uploaded to, if those are two places
+        self.tiers = options.tiers  # where checkpoints are committed and where they are uploaded to, if both are set
         self.report = RunReport(options, log_metrics=config.log_metrics, rank=ranks.rank)
         self.checkpointer = DirectoryCheckpointer(
             ranks=ranks,
@@ -107,8 +107,8 @@ class Session:
         self.agreement.find_dead = ranks.find_dead
         if store is not None:
             atexit.register(self.agreement.leave)  # for scripts that end without end_training
-        self.memory: MemorySnapshots | None = None  # what keeps snapshots in memory; None if nothing does
-        if config.memory_every_n_steps is not None and not is_rehearsed():  # the memory is that of the run
+        self.memory: MemorySnapshots | None = None  # the snapshots in memory, if there are any
+        if config.memory_every_n_steps is not None and not is_rehearsed():  # a rehearsal leaves the run's alone
             tier = MemoryTier(directory_of_run(self), every=config.memory_every_n_steps, root=config.memory_dir)
             self.memory = MemorySnapshots(
                 tier,
@@ -119,10 +119,10 @@ class Session:
                 commit_timeout=config.commit_timeout,
             )
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
-        # What keeps account of the checkpoints for a policy; None without a policy
+        # The history of checkpoints for a retention policy; None without a policy
         self.retention: Retention | None = None
         interval = SaveInterval.of(config.interval, config.mtbf, config.max_overhead)
-        # What saves without being asked to; None if nothing does
+        # Saves without a request of the script; None without `interval`
         self.interval = None if interval is None else AutoInterval(interval, ranks.world_size)
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
         if config.retention is not None:
@@ -138,44 +138,44 @@ class Session:
             Recording(self._accelerator, self.checkpointer.notify, self.announce) if config.recorder else None
         )
         self.data.recording = self.recording
-        # Says, for the paths whose save is under way, what another framework's own rule would delete, None without one;
-        # where it is not set, the rule is `total_limit`
+        # Set by an integration: returns, for the paths of pending saves, the paths that the framework's own rule
+        # deletes, or None if it has none; if this is not set, the rule is `total_limit`
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()  # paths of checkpoints that no policy deletes
         # Returns further objects that may be of the script's classes, as an integration knows them
         self.owners: Callable[[], Iterable[object]] = tuple
-        # Why a resume from what is saved now is not exact, as far as an integration knows it
+        # Why a resume from a checkpoint saved now is not exact, as far as an integration knows
         self.not_exact: list[str] = []
         self.metrics: dict[str, float] = {}  # the last value of each number that the script has logged
         self.logged_step: int | None = None  # the step under which it logged last; None if it has given none
         self.passed_over: set[str] = set()
         # Where `load_state` has continued; None if there was nothing to resume
         self.resumed: ResumePoint | None = None
-        # What counts attempts to resume; None unless the run was resumed by `resume="auto"`
+        # Counts attempts to resume; None unless the run was resumed by `resume="auto"`
         self.auto_resume: AutoResume | None = None
         self.backwards = 0
-        self.changes = Changes(log.warning)  # names what training changes in models and no state holds
-        # Says at a resume which variables of the script are lost
+        self.changes = Changes(log.warning)  # warns about attributes of models that training changes and no state holds
+        # Warns at a resume about variables of the script that are lost
         self.variables = Variables(
             self._watched, _warn_of_loss, lambda names: self.announce(only_logged_in_words(names))
         )
         self.data.before_offer = functools.partial(self.variables.handed_out, begins=False)
-        # What rehearses resumes of the script; None unless the process was started for that
+        # The rehearsal of this process; None unless the process was started for one
         self.rehearsal = Rehearsal.asked_for(self)
-        self.just_in_time: Any = None  # what saves when another rank has died; None if nothing does
-        self.saves_alone: SavesAlone | None = None  # where and what it saves, if that is not as `save_state` does
+        self.just_in_time: Any = None  # the JustInTime that saves when another rank has died, if there is one
+        self.saves_alone: SavesAlone | None = None  # how that save differs from `save_state`, if it does
         self.note_step: Callable[[Session], None] = lambda _: None  # called after each step
-        # Returns what else of a note the exchange of a loss's gradients changes, on this rank alone
+        # Returns what the backward pass of a loss will change in this rank's note, beyond what `save_state` has
         self.note_ahead: Callable[[Any], dict[str, Any]] = lambda _: {}
-        # Returns what a note has of a registered object
+        # Returns the state of a registered object for a note
         self.note_object: Callable[[Any], dict[str, Any]] = lambda each: each.state_dict()
-        # Says what of those objects a note does not have, so that a resume from it may not be exact
+        # Returns in words what a note lacks of those objects, so that a resume from it may not be exact
         self.not_noted: Callable[[], list[str]] = list
-        # Called with an exception that may come of the loss of a rank
+        # Called with an exception that may be due to the loss of a rank
         self.rank_lost: Callable[[BaseException], None] = lambda _: None
         # Text that is the same on all ranks, and different for each Accelerator and run
         self.run_id = f"{ranks.session}-{serial}"
-        self.preemption: PreemptionWatch | None = None  # what watches for the end of the run; None if nothing does
+        self.preemption: PreemptionWatch | None = None  # watches for signals and notices; None without `preempt`
         if config.preempt is not None:
             self.preemption = PreemptionWatch(
                 config.preempt, RankGroup(ranks.rank, ranks.world_size, store, ranks.session), self._is_rank_gone
@@ -208,20 +208,20 @@ class Session:
             announce(message)
 
     def model_prepared(self, model: Any) -> None:
-        """Note what Accelerate has wrapped a model in; it keeps the model itself."""
+        """Note the DDP wrappers of a model; Accelerate itself keeps only the model in them."""
         wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped += [weakref.ref(wrapper) for wrapper in wrappers]
 
     def distributed_models(self) -> list[DistributedDataParallel]:
-        """Return the models that DDP synchronises, in the order in which they were prepared.
+        """Return the models that DDP synchronizes, in the order in which they were prepared.
 
-        Whether the next forward pass begins with rank 0's buffers depends on the last one, and is a flag of theirs:
-        it does not inside an accumulation window, nor in ``LocalSGD``.
+        A flag of theirs, set by the last forward pass, is whether the next one begins with rank 0's buffers: not inside
+        an accumulation window, nor in ``LocalSGD``.
         """
         return [model for wrapped in self._wrapped if (model := wrapped()) is not None]
 
     def backward_done(self, loss: Any = None) -> None:
-        """Note that gradients of a loss were added up."""
+        """Note that a backward pass of ``loss`` has added gradients."""
         self.window_open = self._backward_seen = True
         self.backwards += 1
         if self.rank == 0:
@@ -234,16 +234,16 @@ class Session:
         self.data.uses.backward()
 
     def _watched(self) -> Watched | None:
-        """Return the models of the script, and what else a checkpoint holds and the script knows."""
+        """Return the models and other objects of the script to watch; None on ranks that do not watch."""
         accelerator = self.accelerator
-        if self.rank != 0 or is_sharded(accelerator):  # to look at a piece of a tensor would take all ranks
+        if self.rank != 0 or is_sharded(accelerator):  # reading a sharded tensor would need all ranks
             return None
         wrapped = [*accelerator._optimizers, *accelerator._schedulers]
         inner = [getattr(one, name) for one in wrapped for name in ("optimizer", "scheduler") if hasattr(one, name)]
         loaders = list(accelerator._dataloaders)
         names = ("dataset", "sampler", "batch_sampler", "collate_fn")
         data = [getattr(one, name, None) for one in loaders for name in names]
-        # a class of the script's may have more than its state_dict holds
+        # an object of the script's own class may have more state than its state_dict holds
         owners = [*inner, *accelerator._custom_objects, *self.owners()]
         users = [one for one in owners if not is_library(type(one))]
         data += [one for one in owners if isinstance(one, types.FunctionType)]
@@ -253,12 +253,12 @@ class Session:
 
     @property
     def window_is_open(self) -> bool:
-        """Whether a save now would be inside a window of gradient accumulation: no step has used the gradients."""
+        """Whether a save now would be inside an accumulation window: there are gradients that no step has used."""
         accelerator = self.accelerator
         if self.window_open:
             return True
-        # A script may call backward on the loss itself. With accumulate(), Accelerate knows where the window is;
-        # without it, nobody knows what gradients are for that are there.
+        # A script may call loss.backward() directly. With accumulate(), Accelerate knows where the window is; without
+        # it, gradients that exist may be part of an open window.
         if self._backward_seen and accelerator.sync_gradients:
             return False
         return any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters())
@@ -266,8 +266,8 @@ class Session:
     def open_gradients(self, *, copies: bool) -> list[dict[str, torch.Tensor]] | None:
         """Return each model's gradients to which the next backward pass may add, or copies; None if there are none.
 
-        Outside of a window, those that a backward pass has left in parameters whose optimizer has not stepped since: a
-        generator's loss leaves some in the discriminator. If it is zeroed first, nobody needs them, and nobody knows.
+        Outside of a window, those that a backward pass has left in parameters whose optimizer has not stepped since: in
+        a GAN, the generator's loss leaves some in the discriminator. They may not be needed, if it is zeroed first.
         """
         accelerator = self.accelerator
         if self.window_is_open:
@@ -290,7 +290,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Steps that the run has taken, those before it was resumed too, by the optimizer that has taken the most."""
+        """Steps that the run has taken, including those before a resume, of the optimizer that has taken the most."""
         return self._steps_before + max(self._steps.values(), default=0)
 
     @step.setter
@@ -299,42 +299,42 @@ class Session:
         self._steps.clear()
 
     def note_resumed(self, point: ResumePoint) -> None:
-        """Note where ``load_state`` has continued, also for the script."""
+        """Note where ``load_state`` has continued, and set ``accelerator.resumed`` for the script."""
         self.resumed = self.accelerator.resumed = point
         self.report.resumed()
         if self.memory is not None:
             self.memory.tier.begin_at(self.step)
 
     def reader_of(self, path: str) -> DirectoryCheckpointer:
-        """Return what reads a checkpoint."""
+        """Return the checkpointer that reads ``path``."""
         return (
             self.memory.checkpointer if self.memory is not None and self.memory.tier.covers(path) else self.checkpointer
         )
 
     def place_of(self, path: str) -> str:
-        """Return the checkpoint, or for a snapshot in memory one beside those on the disk: records lie beside them."""
+        """Return the path next to which records are: the checkpoint's or, for a snapshot in memory, one on the disk."""
         if self.memory is not None and self.memory.tier.covers(path):
             path = os.path.join(directory_of_run(self), os.path.basename(path))
         return self.checkpointer.known_as(path)
 
     @property
     def commit_seconds(self) -> float:
-        """How long the last save that is durable went on in the background, on this rank."""
+        """How many seconds the last durable save took in the background, on this rank."""
         return self.report.summary.commit_seconds
 
     @property
     def saves_by_itself(self) -> bool:
-        """Whether the script need not ask for a save."""
+        """Whether saves are made that the script does not request."""
         savers = (self.preemption, self.interval, self.memory)
         return bool(self.config.just_in_time) or any(saver is not None for saver in savers)
 
     def after_batch(self) -> None:
-        """Do what is due after the body of the training loop; ``SystemExit`` if the run was told to end."""
+        """Do what is due after the body of the training loop; raise ``SystemExit`` if the run has to end."""
         if self.preemption is not None:
             try:
                 self.preemption.after_batch(self)
             except SystemExit as end:
-                self.rank_lost(end)  # which may be why the others do not answer
+                self.rank_lost(end)  # a lost rank may be why the others do not answer
                 raise
         if self.interval is not None:
             self.interval.after_batch(self)
@@ -342,7 +342,7 @@ class Session:
 
     @property
     def work_done(self) -> tuple[int, int]:
-        """Grows when the script trains on a batch."""
+        """Counts that increase when the script trains on a batch."""
         return self.backwards, self.step
 
     def _is_rank_gone(self) -> bool:
@@ -354,12 +354,12 @@ class Session:
         return os.path.abspath(self.config.checkpoint_dir or self.accelerator.project_dir or ".")
 
     def training_ended(self) -> None:
-        """Note that the script has come to its end."""
+        """Notify listeners that the training has ended, at the end of the script."""
         if self.accelerator is not None:
             self.report.ended(self.checkpointer.notify, self.step, self._directory)
 
     def ended_as_told(self) -> None:
-        """Training is over, or the run was told to end: what it was resumed from is sound."""
+        """Clear the count of failed attempts and the snapshots: training is over, or a signal or notice ended it."""
         if self.auto_resume is not None:
             self.auto_resume.end()
         if self.memory is not None:
@@ -367,7 +367,7 @@ class Session:
 
     @property
     def step_of_all(self) -> int | None:
-        """The step at which all ranks are that come to the same call; None if they may be at different ones."""
+        """The step of all ranks that make the same call; None if they may be at different steps."""
         return None if self.uneven else self.step
 
     def owns(self, optimizer: Any) -> bool:
@@ -393,33 +393,33 @@ class Session:
             self.outcomes.optimizer_stepped(optimizer)
 
     def note_metrics(self, values: Any) -> None:
-        """Note what a script logs, so that checkpoints can be told and chosen by it; what is no number is left out.
+        """Note the numbers that a script logs, which checkpoints record and policies use.
 
-        Values on a device are only read for a policy: that waits for the device.
+        Values on a device are read only for a policy, because reading waits for the device.
         """
         if not isinstance(values, Mapping):
-            return  # a tracker of the script's takes what it likes
+            return  # the script's own tracker may take anything
         if self.retention is None:
             values = {name: value for name, value in values.items() if not _is_on_device(value)}
         self.metrics |= numbers_in(values)
 
     def was_passed_over(self, path: str) -> bool:
-        """Whether a look-up has found the checkpoint damaged: it does not count, and stays for somebody to look at."""
+        """Return whether a look-up found the checkpoint damaged: it does not count, and is kept for inspection."""
         return self.checkpointer.known_as(path) in self.passed_over
 
     def note_passed_over(self, paths: Iterable[str]) -> None:
-        """Note what a look-up has found damaged."""
+        """Note the paths of checkpoints that a look-up has found damaged."""
         self.passed_over |= set(map(self.checkpointer.known_as, paths))
 
     def tell_trackers(self) -> None:
-        """Give the figures of the last saves to the trackers, which must be open still."""
+        """Log the figures of the last saves to the trackers, which must still be open."""
         self.checkpointer.drain()
         figures = self.report.new_metrics()
         if figures:
             self.accelerator.log(figures, step=self.logged_step)
 
     def finish(self) -> None:
-        """Wait for the background and raise what was not raised yet; called on all ranks together."""
+        """Wait for pending saves and raise a failure that was not raised yet; called on all ranks together."""
         if self.recording is not None:
             self.recording.finish()
         just_in_time, self.just_in_time = self.just_in_time, None
@@ -457,7 +457,7 @@ def open_session(
 ) -> Session:
     """Return the Accelerator's session, a new one if there is none or options differ; called on all ranks together.
 
-    A new one calls ``note_step`` and ``rank_lost``, until somebody gives it others.
+    A new one calls ``note_step`` and ``rank_lost``, unless an integration replaces them.
     """
     session = _sessions.get(accelerator)
     if session is None or session.config != config:
@@ -484,7 +484,7 @@ def live_sessions() -> list[Session]:
 
 
 def unfinished_sessions() -> list[Session]:
-    """Return those, and the sessions of Accelerators that are gone, such as locals of a function, sooner than saves."""
+    """Return the live sessions, and those of deleted Accelerators (e.g. locals of a function) with unfinished saves."""
     _orphans[:] = [session for session in _orphans if _is_unfinished(session)]
     return [*live_sessions(), *_orphans]
 
@@ -495,15 +495,15 @@ def _is_unfinished(session: Session) -> bool:
 
 def _outlive(session: Session) -> None:
     if session.preemption is not None:
-        session.preemption.close()  # its handlers would note what nobody acts on
+        session.preemption.close()  # nothing would act on what its handlers note
     if session.recording is not None:
-        session.recording.close()  # else each Accelerator of a search over settings leaves its file open
+        session.recording.close()  # otherwise each Accelerator of a hyperparameter search leaves its file open
     if _is_unfinished(session):
         _orphans.append(session)
 
 
 def close_sessions() -> None:
-    """Forget about all Accelerators, which are finished, and about the connection between the ranks."""
+    """Drop the sessions of all Accelerators, which are finished, and the connection between the ranks."""
     for session in live_sessions():
         atexit.unregister(session.agreement.leave)
         if session.preemption is not None:
@@ -517,8 +517,8 @@ def close_sessions() -> None:
 
 
 def _forget(data: LoaderPositions) -> None:
-    """Give the loaders of an Accelerator that is gone back as they were, so that they can go too."""
-    with contextlib.suppress(ReferenceError):  # it would put the Accelerator right as well
+    """Release the loaders of a deleted Accelerator, so that they can be deleted, too."""
+    with contextlib.suppress(ReferenceError):  # release also restores the Accelerator, which no longer exists
         data.release()
     unregister(data)
 

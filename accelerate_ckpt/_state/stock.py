@@ -1,7 +1,7 @@
-"""Checkpoints of stock Accelerate: read and checked before anything is changed, and loaded by Accelerate itself.
+"""Loads checkpoints of stock Accelerate: checks every file before anything is changed, and lets Accelerate load them.
 
-Accelerate reads registered objects in a way that runs any code in them, passes over missing random states in silence,
-and finds a missing or damaged optimizer when the model has been replaced already. What a checkpoint lacks is said here
+Accelerate reads registered objects in a way that runs any code in them, silently ignores missing random states, and
+finds a missing or damaged optimizer only after the model has been replaced. Here, an incomplete checkpoint raises
 first.
 """
 
@@ -37,7 +37,7 @@ from ckpt_core.weights_only import reason_of, refused_in
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _RANDOM = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
 _LOADERS = re.compile(rf"({SAMPLER_NAME}|dl_state_dict)(_\d+)?\.bin")
-# What Accelerate's load_kwargs are for. It reads the others with weights_only=True, whatever anybody says.
+# Files to which Accelerate's load_kwargs apply. It reads the others with weights_only=True in any case.
 _MAY_BE_ALLOWED = re.compile(rf"({OPTIMIZER_NAME}|{SCHEDULER_NAME}|dl_state_dict)(_\d+)?\.bin|{_CUSTOM.pattern}")
 _OURS = re.compile(r"rank-\d+-of-\d+\.(safetensors|digests)")
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
@@ -46,7 +46,7 @@ _EARLIER = "it was cut off while it was saved, or copied in part: load an earlie
 
 
 def check_custom_objects(found: int, registered: int, directory: str) -> None:
-    """Refuse another number of registered objects, in Accelerate's words."""
+    """Raise if the number of registered objects differs, with Accelerate's own message."""
     if found != registered:
         raise StateMismatchError(
             f"Number of custom checkpoints in folder {directory} does not match the number of registered objects:"
@@ -60,7 +60,7 @@ def check_custom_objects(found: int, registered: int, directory: str) -> None:
 
 
 def refuse_damaged_ours(directory: str) -> None:
-    """Refuse a checkpoint of ours that has lost its manifest, which must not be taken for one of stock."""
+    """Raise if the directory is a checkpoint of ours without its manifest, which must not pass for a stock one."""
     ours = next(filter(_OURS.fullmatch, sorted(os.listdir(directory))), None)
     if ours is not None:
         raise CheckpointCorruptedError(
@@ -72,11 +72,10 @@ def refuse_damaged_ours(directory: str) -> None:
 
 
 class StockCheckpoint:
-    """A checkpoint of stock Accelerate, in which every file that a load would use was read, and nothing was run.
+    """A checkpoint of stock Accelerate of which every file that a load uses was read, without running code from it.
 
-    Refused is one of which a file is missing or damaged, of which reading a file would run code and ``allow_pickle``
-    does not say that it may, or that is of another model or run. With ``strict``, models must have the names that it
-    has.
+    Raises ``CheckpointError`` if a file is missing or damaged, if reading one would run code without ``allow_pickle``,
+    or if it is of another model or run. With ``strict``, models must have the same names as the checkpoint.
     """
 
     def __init__(
@@ -108,16 +107,16 @@ class StockCheckpoint:
         self._has_random_states = random_states in self._names
         if self._has_random_states:
             self._read(random_states)
-        # Accelerate would read these without weights_only, so what was read here is what the objects get.
+        # Accelerate would read these without weights_only, so the objects get what was read here.
         objects = range(len(accelerator._custom_objects))
         self._custom = (
             None if allow_pickle else [self._read(f"custom_checkpoint_{index}.pkl", keep=True) for index in objects]
         )
 
     def load(self, original: Callable[..., None], load_kwargs: Mapping[str, Any] | None) -> None:
-        """Load it, by Accelerate's own ``load_state``, with ``load_kwargs`` for reading optimizers and schedulers.
+        """Load it by Accelerate's own ``load_state``, with ``load_kwargs`` for reading optimizers and schedulers.
 
-        Where it does not fit, which could not be seen before, it is called corrupted.
+        A failure that could not be found before is raised as ``CheckpointCorruptedError``.
         """
         arguments = dict(load_kwargs or {})
         if self._allow_pickle:
@@ -136,7 +135,7 @@ class StockCheckpoint:
                 ),
             ) from error
         if not self._has_random_states:
-            # A rank that the saving run did not have: ranks with different counts would wait for each other for ever.
+            # The saving run did not have this rank. Ranks with different counts would wait for each other forever.
             first = self._read(f"{RNG_STATE_NAME}_0.pkl")
             self._accelerator.step = first.get("step", self._accelerator.step)
 
@@ -149,7 +148,7 @@ class StockCheckpoint:
         wanted: list[tuple[str, ...]] = [
             (f"{indexed(SCHEDULER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._schedulers)
         ]
-        if not is_sharded(accelerator):  # which has models and optimizers in files of other kinds
+        if not is_sharded(accelerator):  # sharded models and optimizers are in files of other kinds
             wanted += [(f"{indexed(OPTIMIZER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._optimizers)]
             wanted += [_model_files(i) for i in self._models()]
         if accelerator.scaler is not None:
@@ -181,7 +180,7 @@ class StockCheckpoint:
     def _read(self, name: str, *, keep: bool = False) -> Any:
         """Return what is in a file; None if reading it may run code, which is then left to Accelerate.
 
-        Tensors are mapped, and must not outlive the file, unless they are to be kept.
+        Tensors are memory-mapped, and must not outlive the file, unless ``keep`` is set.
         """
         path = self._path(name)
         try:
