@@ -1,1 +1,1 @@
-"""Where the data of prepared loaders is, and how it gets there again."""
+"""Data position of prepared loaders: captured at a save, restored at a resume."""

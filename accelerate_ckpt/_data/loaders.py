@@ -1,4 +1,4 @@
-"""Where all the prepared loaders of an Accelerator are, and its random generators."""
+"""Captures and restores the positions of an Accelerator's prepared loaders, and its random generators."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _RANKS_THAT_NEED_FINAL_BUCKETS = 3
 
 @dataclasses.dataclass
 class _BetweenEpochs:
-    """The time between two epochs of a loader: what it began with, and which others were gone through since."""
+    """The time between two epochs of a loader: the generators at its start, and the loaders iterated over since."""
 
     of: LoaderPosition
     rng: RngState
     saved: bool = False
-    in_body: bool = True  # whether it is known from the body of the last batch on, or from a save after it
+    in_body: bool = True  # whether it starts in the body of the last batch; False: at a save after it
     passed: list[LoaderPosition] = dataclasses.field(default_factory=list)
 
 
 class LoaderPositions:
-    """Follows the prepared loaders of one Accelerator.
+    """Tracks the prepared loaders of one Accelerator.
 
-    To be made before the Accelerator prepares models: with three or more ranks DDP gets its final gradient buckets
-    then, so that the first step after a resume adds the gradients in the order in which an uninterrupted run adds them.
-    A release of Accelerate that is built in another way is refused. ``warn`` is called on the main process with a
-    message that says why a resume is not exact. ``before_epoch`` is called before the script takes the first batch of
-    an epoch after one in which it has trained; ``before_offer`` before a resumed script is given a batch of which it
-    may make no use.
+    Create it before the Accelerator prepares models: with three or more ranks, DDP then gets its final gradient buckets
+    at once, so that the first step after a resume adds gradients in the same order as an uninterrupted run.
+    Raises ``CheckpointError`` if this release of Accelerate is not supported. ``warn`` is called on the main process
+    with a message that says why a resume is not exact. ``before_epoch`` is called before the script takes the first
+    batch of an epoch after one in which it has trained; ``before_offer`` before a resumed script gets a batch that it
+    may not use.
 
     Example::
 
@@ -75,17 +75,17 @@ class LoaderPositions:
         self._told: set[str] = set()
         self._reads_otherwise = False
         self._draws_between_epochs = self._draws_are_told = self._are_repeats_told = False
-        self.leaves_loaders = False  # where they are, by the last restore: as stock, in a process that has trained
-        self._begun_first: list[LoaderPosition] = []  # before this process has trained, if it began from nothing
-        self._began_with_evaluation: bool | None = None  # what a resumed run's first process knew of it
+        self.leaves_loaders = False  # whether the last restore left loaders as they are: this process has trained
+        self._begun_first: list[LoaderPosition] = []  # loaders iterated over before this process has trained
+        self._began_with_evaluation: bool | None = None  # from the checkpoint: whether the run evaluated first
         self._unless_evaluated: tuple[str, set[int]] | None = None
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
-        # Whether the script has drawn nothing until the next epoch, each time: from a save in the last batch's body on
-        # (True), or from a later one
+        # For each time between two epochs: whether the script has drawn no random numbers; since a save in the last
+        # batch's body (True), or since a later one
         self._quiet: dict[bool, list[bool]] = {True: [], False: []}
-        self._was_quiet: bool | None = None  # what the checkpoint says of that; None if it does not know, or both were
-        self._rng_in_body: RngState | None = None  # at the first save in the body of a training's batch
+        self._was_quiet: bool | None = None  # the same in the checkpoint; None if it is not known, or mixed
+        self._rng_in_body: RngState | None = None  # at the first save in the body of a training batch
         self.recording: Recording | None = None
         self.before_epoch: Callable[[], None] | None = None
         self.before_offer: Callable[[], None] | None = None
@@ -125,7 +125,7 @@ class LoaderPositions:
             self._say(message)
 
     def release(self) -> None:
-        """Give the loaders back as they were."""
+        """Leave the loaders as they were."""
         for position in self._positions:
             position.release()
         self._positions.clear()
@@ -141,7 +141,7 @@ class LoaderPositions:
         self._prepared.setdefault(loader, self.uses.count)
 
     def find(self, loader: Any) -> LoaderPosition | None:
-        """Return what follows a loader that is iterated over, if it is one of the Accelerator's."""
+        """Return the tracked position of a loader that is iterated over; None if it is not the Accelerator's."""
         for number, prepared in enumerate(self._accelerator._dataloaders):
             if prepared is loader:
                 position = self._follow(number, loader)
@@ -151,25 +151,25 @@ class LoaderPositions:
         return None
 
     def has_finished(self, loader: Any) -> bool:
-        """Whether the script has all batches that the epoch has for it."""
+        """Return whether the script has got all batches of the epoch."""
         return any(position.loader is loader and position.is_finished for position in self._positions)
 
     def trains(self, loader: Any) -> bool:
-        """Whether the script has trained on batches of a loader."""
+        """Return whether the script has trained on batches of a loader."""
         return any(position.loader is loader and position.has_trained for position in self._positions)
 
     def resumes_training(self, loader: Any) -> bool:
-        """Whether the run was resumed, and trains on batches of a loader."""
+        """Return whether the run was resumed, and trains on batches of a loader."""
         return any(position.loader is loader and position.resumes_training for position in self._positions)
 
     @property
     def is_yet_compared(self) -> bool:
-        """Whether a loader that draws random numbers is going to read again, and to compare, what it had read."""
+        """Whether a loader that draws random numbers will read batches again and compare them."""
         return any(position.is_yet_compared for position in self._positions)
 
     @property
     def is_between(self) -> bool:
-        """Whether the script has all batches that this epoch has for its training."""
+        """Whether the script has got all training batches of this epoch."""
         return any(position.has_trained and position.is_finished for position in self._positions)
 
     def _follow(self, number: int, loader: Any) -> LoaderPosition | None:
@@ -187,7 +187,7 @@ class LoaderPositions:
         return position
 
     def follow(self) -> None:
-        """Know from now on what the loaders that were prepared so far, and their samplers, begin with."""
+        """Note the initial state of the loaders that were prepared so far, and of their samplers."""
         self._all()
 
     def _all(self) -> list[LoaderPosition | None]:
@@ -200,18 +200,18 @@ class LoaderPositions:
     def _is_waited_for(self) -> bool:
         """Whether there are saved positions of loaders that the script has yet to prepare, or to iterate over."""
         if self._waiting and self.uses.count != self._uses_at_restore:
-            # the script trains: loaders that it makes from now on were not there, or begin again with it
+            # the script has trained: loaders prepared from now on did not exist at the save, or start a new epoch
             self._waiting.clear()
         return bool(self._waiting)
 
     def _give_same(self, number: int, position: LoaderPosition) -> None:
-        """Give a loader the saved position of the one that was prepared in its place, if that was of its kind."""
+        """Give a loader the saved position of the one that was prepared at its number, if that was of its kind."""
         saved = self._waiting.get(number)
         if saved is not None and saved.get("kind", position.kind) == position.kind:
             self._give(number, position)
 
     def _give_any(self, number: int, position: LoaderPosition) -> None:
-        """Give a loader that took no other's place the first saved position of its kind, or else that of its number."""
+        """Give a loader without a position the first saved position of its kind, or else that of its number."""
         if position.is_restored:
             return
         same = [n for n, saved in self._waiting.items() if saved.get("kind") == position.kind]
@@ -225,7 +225,7 @@ class LoaderPositions:
         if not position.was_there:
             saved = _of_another(saved)
             if saved["between"] is None and saved["phase"] == BETWEEN:
-                self.take_rng()  # what comes until the epoch's first batch draws from them in both runs
+                self.take_rng()  # not restored later: code before the epoch's first batch draws from them in both runs
         problem = position.problem(saved)
         if problem is not None:
             self._causes.append(problem)
@@ -237,7 +237,7 @@ class LoaderPositions:
             self._say(f"this resume is not guaranteed to be exact: {'; '.join(dict.fromkeys(causes))}")
 
     def _superseded(self, loaders: list[dict[str, Any] | None]) -> set[int]:
-        """Return which loaders the script has replaced by others, as scripts that prepare a new one every epoch do."""
+        """Return which loaders the script has replaced, as scripts do that prepare a new loader every epoch."""
         found = set()
         for number, loader in enumerate(loaders):
             for later in loaders[number + 1 :]:
@@ -251,14 +251,14 @@ class LoaderPositions:
     # ---- what the positions have to know -----------------------------------------------------------------------------
 
     def take_rng(self) -> RngState | None:
-        """Return the generators of the save for the first loader that resumes."""
+        """Return the generators of the save, once: to the first loader that resumes."""
         rng, self._rng_of_save = self._rng_of_save, None
         return rng
 
     def take_rng_of_epoch(self) -> RngState | None:
-        """Return them for a loader that begins an epoch, if the run that saved began it with those.
+        """Return the generators of the save for a loader that begins an epoch, if the interrupted run began it so.
 
-        Otherwise say what that run and this one have drawn, as far as that is known to differ.
+        Otherwise report if that run and this one are known to have drawn different numbers.
         """
         rng = self.take_rng()
         if rng is None:
@@ -284,16 +284,16 @@ class LoaderPositions:
         return None
 
     def step_back(self) -> Callable[[], None]:
-        """Return what brings the micro-batch counter back to where it is now."""
+        """Return a function that sets the micro-batch counter back to its present value."""
         step = int(self._accelerator.step)
         return functools.partial(setattr, self._accelerator, "step", step)
 
     def watch_models(self) -> None:
-        """Note the next forward pass of a prepared model."""
+        """Count the next forward pass of a prepared model as the use of a batch."""
         self.uses.watch(self._accelerator._models)
 
     def offers(self) -> None:
-        """Note that a resumed script is given a batch, perhaps not for the first time."""
+        """Note that a resumed script gets a batch, perhaps not for the first time."""
         if self.before_offer is not None:
             self.before_offer()
 
@@ -317,7 +317,7 @@ class LoaderPositions:
     def begins(self, position: LoaderPosition) -> None:
         """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""
         if position.has_trained:
-            self._rng_in_body = None  # that loop was left
+            self._rng_in_body = None  # the loop of that batch was left
             if self.before_epoch is not None:
                 self.before_epoch()
         position.outlasted_by.clear()
@@ -338,7 +338,7 @@ class LoaderPositions:
             between.passed.append(position)
             return
         self._between = None
-        # other loaders that are trained on are begun by a resume, too
+        # a resumed run iterates over loaders that are trained on, too
         evaluated = any(not passed.has_trained for passed in between.passed)
         is_quiet = between.rng.same_as(RngState.capture())
         self._quiet[between.in_body].append(is_quiet)
@@ -353,9 +353,9 @@ class LoaderPositions:
             )
 
     def hands_out(self, position: LoaderPosition) -> None:
-        """Note that the script is given a batch; warn if it repeats another loader, of which a resume has a part."""
+        """Note that the script gets a batch; warn if it repeats another loader's, of which a resume has only a part."""
         if position.has_trained:
-            self._rng_in_body = None  # of a save between two batches: nothing was left of a body
+            self._rng_in_body = None  # the save was between two batches, with nothing left of a body
         for other in self._positions:
             if position in other.outlasted_by:
                 other.outlasted_by[position] += 1
@@ -367,9 +367,9 @@ class LoaderPositions:
                         self._say_causes()
 
     def reads_otherwise(self, cause: str) -> None:
-        """Note that what a loader has read again was not what it had read; warn once."""
+        """Note that batches that a loader has read again differ from those of the first time; warn once."""
         message = f"this resume is not exact: {cause}"
-        if not self._accelerator.is_main_process and message not in self._told:  # the first may read what it had read
+        if not self._accelerator.is_main_process and message not in self._told:  # rank 0's may be equal, and not warn
             log.warning("rank %d: %s", self._accelerator.process_index, message)
         self._say_once(message)
         self._reads_otherwise = True
@@ -377,7 +377,7 @@ class LoaderPositions:
             self.recording.told()
 
     def counts_anew(self, names: list[str], *, is_sure: bool) -> None:
-        """Say that variables count the batches of an epoch from its beginning, and more surely if no window fits."""
+        """Warn (``is_sure``), or else announce, that variables count a resumed epoch's batches from its beginning."""
         cause = (
             f"{', '.join(names)} counts the batches of the resumed epoch from its beginning, as enumerate does, and "
             "decides something (in that epoch: enumerate(loader, accelerator.resumed.batch))"
@@ -390,7 +390,7 @@ class LoaderPositions:
 
     @property
     def says_otherwise(self) -> bool:
-        """Whether that was said, or the flight recorder is to compare steps, and says itself what differs."""
+        """Whether a difference was reported, or the flight recorder will compare steps, and report one itself."""
         return self._reads_otherwise or (self.recording is not None and self.recording.repeats_steps)
 
     def ends(self, position: LoaderPosition) -> None:
@@ -411,7 +411,7 @@ class LoaderPositions:
 
     def capture(self) -> dict[str, Any]:
         """Capture this rank's random generators and the positions of its loaders, as tensors and plain data."""
-        # first, because asking a loader may draw from them
+        # first, because capturing a loader may draw from the generators
         rng = RngState.capture()
         positions = self._all()
         for number, position in enumerate(positions):
@@ -461,28 +461,28 @@ class LoaderPositions:
         }
 
     def _has_been_quiet(self, *, in_body: bool) -> bool | None:
-        """Return whether the script never draws between two epochs, after such a save (True), or always (False).
+        """Return True if the script never draws between two epochs after such a save, False if it always does.
 
-        None if that is not known. Once is not never: a script may do something in every second epoch.
+        None if that is not known. One epoch does not suffice: a script may do something in every second one.
         """
         here = self._quiet[in_body]
-        if not here and not in_body:  # after a later save, there is less to come
+        if not here and not in_body:  # after a later save, less code follows
             here = self._quiet[True] if all(self._quiet[True]) else []
         if all(here):
             return True if len(here) > 1 else None
         return None if any(here) else False
 
     def capture_ahead(self) -> dict[int, Any]:
-        """Capture, by number of the loader, the generators of before what it has fetched ahead.
+        """Capture, by number of the loader, the generators before the batch that it has fetched ahead.
 
-        Before the first step of an iteration that trains, all of its position.
+        Before the first step of an iteration that trains, capture its whole position.
         """
         positions = ((number, position) for number, position in enumerate(self._all()) if position is not None)
         return {number: position.capture_ahead() for number, position in positions if position.is_being_used}
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is no saved position that no loader has been given."""
+        """Whether all saved positions have been given to loaders."""
         return not self._is_waited_for()
 
     def _capture(self, position: LoaderPosition, *, as_over: bool) -> dict[str, Any]:
@@ -500,13 +500,13 @@ class LoaderPositions:
         return found
 
     def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> bool:
-        """Set the generators, and let the next iteration of each loader continue where it was.
+        """Restore the generators, and make the next iteration of each loader continue where it was.
 
-        With another number of ranks than the checkpoint was saved by, the ranks continue in the rest of the epoch that
-        all old ranks had in common: nothing is lost, and nothing repeated but the padding by which Accelerate gives all
-        ranks equally many batches. Ranks that were there keep their generators; those of a new rank are derived from
-        rank 0's and its own number. ``state`` is what :meth:`capture` returned on this rank (``has_own``); on a rank
-        that was not there, what it returned on rank 0.
+        If another number of ranks saved the checkpoint, the ranks divide the rest of the epoch that all old ranks had
+        in common: nothing is lost, and nothing repeated except the padding by which Accelerate gives all ranks equally
+        many batches. Ranks that existed keep their generators; those of a new rank are derived from rank 0's and its
+        own number. ``state`` is what :meth:`capture` returned on this rank (``has_own``); on a rank that did not exist,
+        what it returned on rank 0.
         """
         if state["version"] > VERSION:
             raise CheckpointFormatError(
@@ -531,7 +531,7 @@ class LoaderPositions:
                 "it was saved at the end of an epoch, before an evaluation that draws random numbers: the resume "
                 "begins with the next epoch and does not draw them (save after the evaluation)"
             )
-            if self._began_with_evaluation:  # whether this start does, too, is yet to be seen
+            if self._began_with_evaluation:  # it is not known yet whether this start does, too
                 trained = {number for number, saved in enumerate(state["loaders"]) if saved and saved["trained"]}
                 self._unless_evaluated = cause, trained
             else:
@@ -550,7 +550,7 @@ class LoaderPositions:
         positions = self._all()
         self._waiting = {number: saved for number, saved in enumerate(state["loaders"]) if saved}
         self._restored_rng, self._uses_at_restore = rng, self.uses.count
-        # a run that has its place in the data gets an earlier state of the model back
+        # a process that has trained keeps its position in the data, and gets an earlier state of the model back
         rolls_back = any(position is not None and position.has_trained for position in positions)
         self.leaves_loaders = False
         for number, position in enumerate(positions):
@@ -572,7 +572,7 @@ class LoaderPositions:
 
 
 def _of_another(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a position between two epochs for a loader that is made after the load, as one for each epoch is."""
+    """Return a saved position for a loader that is created after the load, such as one that is created per epoch."""
     between = saved["between"]
     if saved["phase"] != BETWEEN:
         return saved

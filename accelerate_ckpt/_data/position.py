@@ -1,8 +1,8 @@
-"""Where one prepared loader is, batch by batch, and how it gets there again.
+"""Tracks the position of one prepared loader, batch by batch, and restores it at a resume.
 
-A position counts *steps*: batches that the script of this rank was given. Accelerate's loaders fetch one step ahead, so
-the random generators and the loader are remembered before each fetch; the step that was fetched ahead is fetched again
-after a resume.
+A position counts *steps*: batches that the script of this rank has got. Accelerate's loaders fetch one step ahead, so
+the state of random generators and loader is remembered before each fetch; the step that was fetched ahead is fetched
+again after a resume.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _OVER = object()
 
 @dataclasses.dataclass(frozen=True)
 class _Moment:
-    """The moment before a step was fetched; workers do not draw from the generators of this process."""
+    """The state before a step was fetched; ``rng`` is None with workers, which do not draw from this process's."""
 
     rng: RngState | None
     mark: LoaderMark
@@ -69,14 +69,14 @@ class _Moment:
 
 
 class LoaderPosition:
-    """Follows one loader that Accelerate has prepared, for a run of so many ranks.
+    """Tracks one loader that Accelerate has prepared, in a run of ``world_size`` ranks.
 
-    ``run`` is the :class:`~accelerate_ckpt._data.loaders.LoaderPositions` that it is one of.
+    ``run`` is the :class:`~accelerate_ckpt._data.loaders.LoaderPositions` that it belongs to.
 
     Attributes:
         outlasted_by: Loaders that were in the middle of an iteration when this one's ended, and how many batches they
             have handed out since then.
-        repeats: Whether the script trains on as if this loader had no end, such as ``itertools.cycle`` makes it look.
+        repeats: Whether the script continues to train as if this loader had no end, as with ``itertools.cycle``.
     """
 
     def __init__(self, loader: Any, world_size: int, run: Any) -> None:
@@ -98,9 +98,9 @@ class LoaderPosition:
         self._window = 1  # the most batches between two steps of an optimizer in one iteration
         self._stepped = 0
         self._stepped_at: int | None = None
-        self._is_short = False  # whether the last step came sooner
-        self._closes = False  # whether one came at the end of an iteration, and sooner
-        self._captured = 0  # the last iteration of which others know what it has begun with
+        self._is_short = False  # whether the last step of an optimizer came after fewer batches
+        self._closes = False  # whether one came after fewer batches at the end of an iteration
+        self._captured = 0  # the last iteration whose start is in a just-in-time note
         self._phase = BETWEEN
         self._made = False
         self._steps = 0
@@ -123,7 +123,7 @@ class LoaderPosition:
         self._rng_after: RngState | None = None
 
     def release(self) -> None:
-        """Give the loader back as it was."""
+        """Leave the loader as it was."""
         self._internals.release()
         self._tracker.begin_at_the_beginning()
         self._tracker.release()
@@ -131,7 +131,7 @@ class LoaderPosition:
     # ---- following ---------------------------------------------------------------------------------------------------
 
     def iterate(self, begin: Callable[[Any], Generator[Any, None, None]]) -> Iterator[Any]:
-        """Count the steps of an iteration of the loader, which ``begin(loader)`` begins."""
+        """Iterate over the loader by ``begin(loader)``, and count the steps."""
         self._run.begins(self)
         self._take_back_unused()
         number = self._now_iterating()
@@ -151,7 +151,7 @@ class LoaderPosition:
                         each = self._internals.fetches
                         self.fetches.hand_out((self._steps - 1) * each, self._steps * each)
                 if self._restored_by != threading.get_ident():
-                    self._opening = None  # to read ahead in a thread is not to skip
+                    self._opening = None  # reading ahead in a thread is not skipping
                 opening = self._opening
                 if opening is None or opening.iteration != number:
                     yield batch
@@ -171,7 +171,7 @@ class LoaderPosition:
                 self._run.ends(self)
                 if not self._may_be_taken_back(self._opening):
                     self._opening = None
-        except GeneratorExit:  # perhaps because of an exception in the loop's body: the position is still known
+        except GeneratorExit:  # possibly because of an exception in the loop's body: the position is still known
             self._run.leaves()
             raise
         finally:
@@ -213,7 +213,7 @@ class LoaderPosition:
     def _make_iterator(self) -> Iterator[Any]:
         self._made = True
         if self._is_yet_to_begin and (self._resume is not None or self._tracker.method != "load"):
-            # a script that keeps states of its stateful loader, too, has set the same place a second time
+            # a script that also restores the state of its stateful loader has set the same position a second time
             self._internals.forget_loaded_state()
         self._is_yet_to_begin = False
         self._resumed, self._resume, self._left, self._offered = self._resume, None, None, None
@@ -226,7 +226,7 @@ class LoaderPosition:
         self._begun_generators, self._first_rng = self._dataset_generators(), None
         first_rows = None
         if self._resumed is None:
-            # an epoch draws from them, before another loader continues in the middle of one
+            # this epoch draws from the generators of the save, if no other loader has continued an epoch with them
             rng = self._run.take_rng_of_epoch() if self.resumes_training else None
             if rng is not None:
                 rng.restore()
@@ -235,7 +235,7 @@ class LoaderPosition:
             iterator = self._begin(leave_out)
         else:
             self._rng_after = self._run.take_rng() or RngState.capture()
-            # of an epoch, only the first process sees it
+            # only the process that began the epoch can detect it
             self._history.draws_while_reading |= bool(self._resumed["draws_while_reading"])
             if self._opening is not None:
                 self._opening.rng = self._rng_after
@@ -250,7 +250,7 @@ class LoaderPosition:
         return _Fetches(self, iterator)
 
     def _begin(self, leave_out: int) -> Iterator[Any]:
-        # the seed of an iterator that was made too early was drawn then
+        # an iterator that was created too early has drawn its seed then, so a new one must draw none
         rng = RngState.capture() if self._internals.has_early_iterator else None
         if rng is not None:
             self._internals.forget_iterator()
@@ -316,12 +316,12 @@ class LoaderPosition:
         saved, found = state.get("next"), self._next_digests()
         if saved is None or saved["steps"] != state["steps"] or saved == found or self.fetches is None:
             return
-        # what is repeated is compared then; a run that goes back to a state of its own does something else on purpose
+        # repeated steps are compared anyway; a run that goes back to its own earlier state may differ on purpose
         if not self._run.says_otherwise and not self.has_trained and self.problem(state) is None:
             self._run.reads_otherwise(_OTHER_NEXT)
 
     def _next_digests(self) -> dict[str, Any] | None:
-        """Return what tells the batches of the next step from others, if they are read."""
+        """Return the digests of the next step's batches, if they have been fetched."""
         first, end = (step * self._internals.fetches for step in (self._steps, self._steps + 1))
         digests = [self._digests.get(number) for number in range(first, end)]
         return None if not digests or None in digests else {"steps": self._steps, "digests": digests}
@@ -344,7 +344,7 @@ class LoaderPosition:
 
     @property
     def kind(self) -> list[str]:
-        """What tells the loaders of a script apart: the classes of the data set and of what orders it."""
+        """What identifies a loader among those of a script: the classes of its data set and samplers."""
         sampler = self._tracker.sampler.source
         parts = (self._tracker.loader.dataset, sampler, getattr(sampler, "sampler", None))
         return [type(part).__qualname__ for part in parts]
@@ -359,7 +359,7 @@ class LoaderPosition:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the script is in the middle of an iteration, which was not there when it was resumed."""
+        """Whether the script is in the middle of an iteration, and after a load has used a batch of it."""
         return self._phase == INSIDE and self._opening is None and not self.is_finished
 
     @property
@@ -368,7 +368,7 @@ class LoaderPosition:
         return self._phase == INSIDE and self.is_finished
 
     def capture(self, *, as_over: bool = False) -> dict[str, Any]:
-        """Capture the position as tensors and plain data; ``as_over``, as if this iteration was over."""
+        """Capture the position as tensors and plain data; with ``as_over``, as if this iteration was over."""
         self.habit.settle()
         waiting = self._resume or self._left
         if waiting is None and self._opening is not None and self._opening.is_unused(self._run.uses):
@@ -378,7 +378,7 @@ class LoaderPosition:
             return dict(waiting)
         phase, iteration = self._phase, int(self.loader.iteration)
         if in_last_body := phase == INSIDE and self.is_finished:
-            # what is left of this iteration is to count it
+            # the rest of this iteration would increase the count
             phase, iteration = BETWEEN, iteration + 1
         elif as_over:
             phase, iteration = BETWEEN, iteration + 1
@@ -412,10 +412,10 @@ class LoaderPosition:
         return self._phase == INSIDE and (self._opening is None or not self._opening.is_unused(self._run.uses))
 
     def capture_ahead(self) -> dict[str, Any]:
-        """Capture the generators of the moment before the next batch was fetched.
+        """Capture the generators before the next batch was fetched.
 
-        In an iteration's first body, all that it begins with, and in its last, all that the next one begins with: each
-        rank has that for itself.
+        In the body of an iteration's first batch, also all that the iteration begins with, and in that of the last, all
+        that the next one begins with: this differs on each rank.
         """
         if self.is_finished:
             self._tracker.begin_at_the_beginning()
@@ -435,7 +435,7 @@ class LoaderPosition:
         return moment or _Moment(None, LoaderMark(0, self._tracker.sampler.current, None), {})
 
     def _was_interrupted(self) -> bool:
-        """Whether the script handles the Ctrl-C or ``SystemExit`` that ended its loop; others may end it by plan."""
+        """Return whether the script handles a Ctrl-C or ``SystemExit`` that ended its loop; others may be planned."""
         error = sys.exc_info()[1]
         is_end = error is not None and not isinstance(error, Exception) and id(error) != self._handled
         return is_end and self._run.uses.count == self._uses_when_left
@@ -443,7 +443,7 @@ class LoaderPosition:
     def _capture_counts(self, *, is_inside: bool) -> dict[str, Any]:
         """Capture which variables of the script count this iteration's batches, from 0 or 1.
 
-        As text: what a rank has noted is told from what another one has, key by key.
+        As JSON text, because notes of different ranks are compared key by key.
         """
         self._note_window()
         found = {
@@ -453,9 +453,9 @@ class LoaderPosition:
         return {"counts": json.dumps(counts), "window": self._window, "closes": self._closes}
 
     def _compare_counts(self, state: Mapping[str, Any]) -> None:
-        """Say which of them count from the beginning, although the iteration has continued, where windows follow them.
+        """Report which of them count from the beginning again in a continued iteration, if it has accumulation windows.
 
-        A script that steps after every batch mostly only tells people of such a number.
+        A script that steps after every batch mostly uses such a number only for its output.
         """
         steps, counts, window = int(state["steps"]), json.loads(state.get("counts", "{}")), int(state.get("window", 1))
         if counts and window > 1 and self._resumed is not None and self._steps == steps + 1 > 1:
@@ -472,7 +472,7 @@ class LoaderPosition:
         }
 
     def _capture_last(self) -> dict[str, Any] | None:
-        """Capture what tells the last step's batches from others, and with which generators they were fetched."""
+        """Capture the digests of the last step's batches, and the generators with which they were fetched."""
         first, end = (step * self._internals.fetches for step in (self._steps - 1, self._steps))
         moment, digests = self._history.before(first), [self._digests.get(number) for number in range(first, end)]
         if moment is None or moment.rng is None or not digests or None in digests:
@@ -489,7 +489,7 @@ class LoaderPosition:
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether the data is divided as it was."""
+        """Return whether the data is divided over the ranks as it was."""
         return bool(state["layout"] == self._division.describe())
 
     def problem(self, state: Mapping[str, Any]) -> str | None:
@@ -506,16 +506,16 @@ class LoaderPosition:
 
     @property
     def is_yet_compared(self) -> bool:
-        """Whether the next iteration reads again, and compares, what has drawn random numbers."""
+        """Whether the next iteration reads batches again that draw random numbers, and compares them."""
         return self._resume is not None and self.is_compared(self._resume)
 
     def is_compared(self, state: Mapping[str, Any]) -> bool:
-        """Whether the last step before a captured position is compared when it is read again."""
+        """Return whether the last step before a captured position is compared when it is read again."""
         last = state.get("last_read")
         return bool(self.fetches is not None and last and last["steps"] == state["steps"] and self._fits(state))
 
     def restore(self, state: Mapping[str, Any], rng: RngState) -> None:
-        """Let the next iteration of the loader continue from a captured position, with the generators of then."""
+        """Make the next iteration continue from a captured position, with the generators of the save."""
         self._iteration_number += 1
         self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
         self._steps, self._offered = int(state.get("finished", 0)), None
@@ -533,7 +533,7 @@ class LoaderPosition:
 
     def _restore_between(self, state: Mapping[str, Any], rng: RngState, understood: bool) -> None:
         between = state["between"]
-        if between is None:  # it was another loader's, and this one begins afresh
+        if between is None:  # the position is another loader's, and this one starts from scratch
             return
         if between["passes"]:
             self._internals.forget_iterator()
@@ -542,7 +542,7 @@ class LoaderPosition:
         else:
             self._tracker.carry_between_passes(between, rng)
         if state["phase"] == LEFT and understood:
-            # a stateful loader continues where it was left; with another one the script has to say so, by skipping
+            # a stateful loader continues where it was left; with any other, the script has to ask for that by skipping
             stateful = bool(self.loader.use_stateful_dataloader)
             self._resume, self._left = (state, None) if stateful else (None, state)
 
@@ -567,7 +567,7 @@ class LoaderPosition:
         for number in counted_aloud(drop, _AGAIN, announce_on_main):
             left = drop - number
             if last is not None and left == len(last["digests"]):
-                # batches with random numbers in them are the same only with those that they had
+                # batches that contain random numbers are the same only with the generators of the first time
                 RngState.decode(last["rng"]).restore()
             batch = next(iterator, None)
             if last is not None and left <= len(last["digests"]):
@@ -616,7 +616,7 @@ class LoaderPosition:
                 return _SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
             return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, self._begin_later)
         steps = int(waiting["steps"])
-        # of a stream without a length nobody knows the epochs: the Trainer counts from the beginning of the training
+        # a stream without a length has no known epochs: the Trainer counts from the beginning of the training
         counts_all = batches > steps and int(waiting["iteration"]) > 0 and not self._has_length()
         if batches != steps and not counts_all and self._fits(waiting):
             log.warning(
@@ -649,7 +649,7 @@ class LoaderPosition:
         return self._fits(opening.state)
 
     def _is_over(self, batches: int) -> bool:
-        """Whether the script skips what it had of an epoch that was finished; some leave the last batch out of it."""
+        """Return whether the script skips what it had of a finished epoch; some scripts count one batch less."""
         opening = self._opening
         return opening is not None and self._follows_an_end and batches >= max(1, opening.steps - 1)
 
@@ -658,10 +658,10 @@ class LoaderPosition:
         return lambda batches: next(iterations) > 0 and self._begin_later(batches)
 
     def offer(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue from a captured position only if the script asks to skip what it had then.
+        """Make the next iteration continue from a captured position only if the script asks to skip to it.
 
-        For a load in a process that has trained with the loader: it brings back an earlier state of the model, and the
-        data continues, as it does with Accelerate.
+        For a load in a process that has trained with the loader: it restores an earlier state of the model, and the
+        data continues, as with stock Accelerate.
         """
         understood = self._fits(state) or self._division.obstacle(state) is None
         self._opening, self._offered = None, None
@@ -683,14 +683,14 @@ class LoaderPosition:
         if not habit or not steps or (then is Next.END and self.habit.idles):
             return None
         if habit == 1 and (not self._fits(state) or state["consumed"] != self._division.nothing):
-            # the script's own count may be of batches that are divided in another way
+            # the script itself may count batches of another division
             with contextlib.suppress(TypeError, NotImplementedError):
                 steps = max(steps, len(self.loader))
         waits, ahead = self._resume is not None or then is Next.END, int(state.get("ahead_of_training", 0))
         return Opening(state, rng, steps, int(habit), then, waits, ahead)
 
     def _hand_out(self, opening: Opening, batch: Any) -> Generator[Any, None, Next]:
-        """Hand a batch out, and find out what comes next, as long as the script has used none since the load."""
+        """Hand out a batch, and find out what comes next, as long as the script has used none since the load."""
         rng, step_back = RngState.capture(), self._run.step_back()
         while True:
             opening.count = self._run.uses.count
@@ -715,7 +715,7 @@ class LoaderPosition:
             step_back()
 
     def _begin_again(self, opening: Opening) -> None:
-        """Take an iteration back, of which the script has used nothing."""
+        """Undo an iteration of which the script has used no batch."""
         self.loader.end()
         self.restore(opening.state, opening.rng)
         self._opening = None
@@ -724,10 +724,10 @@ class LoaderPosition:
         opening.rng.restore()
 
     def _may_be_taken_back(self, opening: Opening | None) -> bool:
-        """Whether an iteration that is over, and in which nothing was used, was not the rest of the epoch."""
+        """Return whether an iteration that ended without a use was something other than the rest of the epoch."""
         if opening is None or opening.then is not Next.RESUMED:
             return False
-        # a script that uses each batch leaves out one at most, the last one of the epoch
+        # a script that uses each batch leaves at most one unused, the last one of the epoch
         return self.habit.idles or (opening.habit == 1 and self._steps - opening.steps > 1)
 
     def _take_back_unused(self) -> None:
@@ -737,7 +737,7 @@ class LoaderPosition:
         if not opening.iteration:
             self._opening = opening
         elif opening.waits and opening.then is Next.RESUMED and opening.is_unused(self._run.uses):
-            # it was only a look at a batch
+            # the script only looked at a batch
             opening.taken = 0
             self._begin_again(opening)
 
@@ -770,9 +770,9 @@ class _Fetches:
 
 
 class _SkippedLoader:
-    """What ``skip_first_batches`` returns. The loader itself leaves its first batches out, so its progress is not lost.
+    """What ``skip_first_batches`` returns. The loader itself skips its first batches, so its progress is not lost.
 
-    ``leave_out`` lets the next iteration of the loader begin so many batches later; False if nothing is left in it.
+    ``leave_out(batches)`` makes the loader's next iteration begin later, or returns False if nothing is left in it.
     """
 
     def __init__(self, loader: Any, batches: int, leave_out: Callable[[int], bool]) -> None:
@@ -780,7 +780,7 @@ class _SkippedLoader:
         self._batches = batches
         self._leave_out = leave_out
 
-    # scripts and Accelerate ask isinstance(..., DataLoader)
+    # scripts and Accelerate check isinstance(..., DataLoader)
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return self._loader.__class__
@@ -791,7 +791,7 @@ class _SkippedLoader:
         return getattr(self._loader, name)
 
     def ckpt_skip_more(self, batches: int) -> Any:
-        """Return what leaves out so many more."""
+        """Return a loader that skips ``batches`` more."""
         return _SkippedLoader(self._loader, self._batches + batches, self._leave_out)
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""What the first batches that a script takes after a load say about it: whether it leaves out batches itself.
+"""Detects, from the first batches that a script takes after a load, whether it skips batches itself.
 
-Scripts skip what they had by ``continue``, by ``next`` or by ``islice``: they take batches and do nothing with them. A
-loader that is already in the middle of its epoch must not lose these. What counts as doing something is a backward
-pass, an optimizer's step, or a forward pass of a prepared model.
+Scripts skip the batches that they had by ``continue``, ``next`` or ``islice``: they take batches and do not use them. A
+loader that is already in the middle of its epoch must not lose these. A use is a backward pass, an optimizer's step, or
+a forward pass of a prepared model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Uses:
-    """Counts the signs that a script trains."""
+    """Counts the uses of batches, which show that a script trains."""
 
     def __init__(self) -> None:
         self.count = self.backwards = self.steps = 0
@@ -36,12 +36,12 @@ class Uses:
         self.note()
 
     def note(self, *_: Any) -> None:
-        """Note one."""
+        """Note a use."""
         self.count += 1
         self.forget_models()
 
     def watch(self, models: Iterable[Any]) -> None:
-        """Note the next forward pass of one of the models, too."""
+        """Count the next forward pass of one of the models as a use."""
         self.forget_models()
         # a hook inside a compiled call would be compiled with it
         self._hooks = [
@@ -51,7 +51,7 @@ class Uses:
         ]
 
     def forget_models(self) -> None:
-        """Do not wait for a forward pass any more."""
+        """Stop watching for a forward pass."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -63,12 +63,12 @@ class Habit:
     def __init__(self, uses: Uses) -> None:
         self.longest: int | None = None  # the most so far; None as long as nothing was used
         self.ahead = 0  # how many more it takes before the first use in an iteration than before any later one
-        self._first = self._later = 0  # how many it has taken for the first use in this iteration, and at most later
+        self._first = self._later = 0  # batches taken before the first use in this iteration, and the most before later
         self.trained = False  # whether a batch was used in this process
-        self.idles = False  # whether it has gone through a whole iteration and used nothing, as to count the batches
+        self.idles = False  # whether it went through a whole iteration without a use, such as to count the batches
         self._uses = uses
         self._begun = uses.count
-        # The signs of training when a batch was handed out for the last time, None before the first
+        # The count of uses when the last batch was handed out, None before the first
         self.last: int | None = None
         self._taken = 0
 
@@ -79,7 +79,7 @@ class Habit:
         self.last = self._uses.count
 
     def settle(self) -> None:
-        """Note whether what was handed out has been used since."""
+        """Note whether the batches that were handed out have been used since."""
         if self._taken and self._uses.count != self.last:
             self.longest = max(self.longest or 0, self._taken)
             if self._first:
@@ -107,14 +107,14 @@ class Habit:
         self._begun = self._uses.count
 
     def end(self, *, is_whole: bool) -> None:
-        """Note that an iteration is over: what is used from now on is of another loader."""
+        """Note that an iteration is over: uses from now on are of batches of another loader."""
         self.settle()
         self._taken = 0
         self.idles |= is_whole and self._uses.count == self._begun
 
 
 class Next(enum.Enum):
-    """What a script gets when it asks for a batch and has used none since the load."""
+    """What a script gets when it requests a batch and has used none since the load."""
 
     BATCH = enum.auto()
     SAME = enum.auto()
@@ -130,19 +130,19 @@ class Opening:
     rng: RngState  # the generators from which the iteration has to continue
     steps: int  # how many batches of the epoch the script had
     habit: int  # how many batches it takes before it uses one
-    then: Next  # what comes after so many batches: the restored position, or the end of an epoch that was finished
-    waits: bool  # whether the position waits while the script leaves out batches; otherwise a new iteration has begun
+    then: Next  # what comes after ``steps`` batches: the restored position, or the end of an epoch that was finished
+    waits: bool  # whether the position waits while the script skips batches; otherwise a new iteration has begun
     ahead: int = 0  # how many batches it had taken ahead of its training
-    taken: int = 0  # how many batches it has asked for after the first
+    taken: int = 0  # how many batches it has requested after the first
     iteration: int = 0  # number of the iteration that has begun since the load, 0 for none
-    count: int | None = None  # the signs of training when the last batch was handed out, None before the first
+    count: int | None = None  # the count of uses when the last batch was handed out, None before the first
 
     def is_unused(self, uses: Uses) -> bool:
         """Whether batches were handed out, and none was used."""
         return self.count is not None and self.count == uses.count
 
     def next(self) -> Next:
-        """Return what the script gets now that it asks again, without having used what it got."""
+        """Return what the script gets when it requests another batch without having used the last one."""
         self.taken += 1
         if self.habit > self.steps or self.taken > self.steps or self.taken < self.habit:
             return Next.BATCH
@@ -153,11 +153,11 @@ class Opening:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether the script, which uses a batch now, has taken some more before: as many as in each iteration."""
+        """Whether the script, which uses a batch now, has taken more before it, as many as in each iteration."""
         return self.then is Next.RESUMED and 0 < self.ahead == self.taken + 1 - (self.habit - self.ahead)
 
     def tell(self) -> None:
-        """Say in the log what the script has left out, now that it uses a batch."""
+        """Log how many batches the script has skipped; called when it uses one for the first time."""
         left_out = self.taken - self.habit + 1
         if left_out < 1 or self.then is not Next.RESUMED:
             return

@@ -1,4 +1,4 @@
-"""Follows the loader inside a prepared loader, and knows how Accelerate divides its epoch over the ranks."""
+"""Tracks the position of the loader inside a prepared loader, and how Accelerate divides its epoch over the ranks."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ _UNLIKE_ANY = -1
 
 
 class ShardSampler(RecordingSampler):
-    """Stands in front of the batch sampler of a prepared loader.
+    """Wraps the batch sampler of a prepared loader.
 
-    What it says about generators and counters is of the script's own batch sampler, which is the same in any number of
-    ranks, and not of Accelerate's division of it.
+    Its generators and counters are those of the script's own batch sampler, which is the same for any number of ranks,
+    and not those of Accelerate's division of it.
     """
 
     _own = RecordingSampler._own | {"source", "whole", "carried", "leave_out"}
 
     def __init__(self, inner: Any, loader: object) -> None:
         super().__init__(inner, loader)
-        self.whole = inner  # what divides it over the ranks
+        self.whole = inner  # divides the source over the ranks
         self.source = inner_batch_sampler(inner)  # the script's batch sampler
         # For a pass that another number of ranks began: the moment from which its order is drawn
         self.carried: SamplerMoment | None = None
-        self.leave_out = 0  # number of batches to leave out of the next pass, of which nothing is recorded
+        self.leave_out = 0  # number of batches to skip in the next pass, of which there is no record
         initial = capture_counters(self.source)
-        # a seed that came from the global generators is part of the state even if nobody has changed it since
+        # a seed that was drawn from the global generators is part of the state even if it has not changed since
         self._initial = {k: _UNLIKE_ANY if k.endswith("initial_seed") else v for k, v in initial.items()}
         self.plain = PlainState(self.source, skip=(loader, getattr(loader, "dataset", None)))
 
-    # Accelerate asks isinstance(..., BatchSampler)
+    # Accelerate checks isinstance(..., BatchSampler)
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.whole)
 
     def __len__(self) -> int:
-        # also in a pass that begins in the middle: scripts compute their epoch from it
+        # the whole length, also in a pass that begins in the middle: scripts compute their epoch from it
         return len(self.whole)
 
     def __reduce__(self) -> Any:
         return _itself, (self.whole,)
 
     def generators(self) -> dict[str, Any]:
-        # samplers know their data set, whose generators are another matter
+        # samplers reference their data set, whose generators are captured separately
         foreign = {id(generator) for _, generator in find_generators(getattr(self.loader, "dataset", None))}
         mine = {path for path, generator in find_generators(self.source) if id(generator) not in foreign}
         return {
@@ -72,7 +72,7 @@ class ShardSampler(RecordingSampler):
         return self.source
 
     def begin_at(self, consumed: int, carried: SamplerMoment | None = None) -> None:
-        """Let the next pass be over what is left of an epoch of which ``consumed`` was consumed before the pass."""
+        """Make the next pass go over what is left of an epoch of which ``consumed`` was consumed before the pass."""
         self.inner = self.whole
         if consumed:
             self.inner = over_other_batches(self.whole, RemainingBatches(self.source, consumed))
@@ -84,7 +84,7 @@ class ShardSampler(RecordingSampler):
         self.carried, self.leave_out = None, 0
 
     def __iter__(self) -> Any:
-        # a loader with workers asks twice, before and after it draws the seed of its workers; the first time counts
+        # a loader with workers calls this twice, before and after it draws their seed; the first time counts
         again = self.live is not None and self.live.untouched
         if self._pending is not None and not self._pending[1]:
             self._begin_again(self._pending[0], again)
@@ -105,7 +105,7 @@ class ShardSampler(RecordingSampler):
 
 
 class _ShiftedIterator(_RecordingIterator):
-    """Draws an order from a moment of another run, or leaves out batches of which there is no record."""
+    """Draws the order from a moment of another run, or skips batches of which there is no record."""
 
     def fast_forward(self) -> None:
         skip, self._skip = self._skip, 0
@@ -134,7 +134,7 @@ def _itself(value: Any) -> Any:
 
 
 class InnerTracker(LoaderTracker):
-    """Follows the loader inside a prepared loader."""
+    """Tracks the loader inside a prepared loader."""
 
     sampler: ShardSampler
 
@@ -152,7 +152,7 @@ class InnerTracker(LoaderTracker):
     def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
         state = super().capture(mark, fetches)
         if self.workers == 0:
-            # what was fetched ahead is fetched again, and then they are as they are now
+            # a resume fetches the batch that was fetched ahead again, after which they are as they are now
             state["dataset_generators"] = state["carried"]["generators"] = self.carried.generators()
         return state
 
@@ -169,7 +169,7 @@ class InnerTracker(LoaderTracker):
     # ---- a pass that does not begin at the beginning -----------------------------------------------------------------
 
     def leave_out(self, batches: int) -> int:
-        """Leave out the first batches of the pass that has just begun, of which there is no record.
+        """Skip the first batches of the pass that has just begun, of which there is no record.
 
         Returns how many batches to take from the new iterator and drop.
         """
@@ -184,7 +184,7 @@ class InnerTracker(LoaderTracker):
         return drop
 
     def begin_at(self, consumed: int | Sequence[int], carried: SamplerMoment | None = None) -> None:
-        """Let the next pass be over what is left of an epoch after the consumed samples."""
+        """Make the next pass go over what is left of an epoch after the consumed samples."""
         self.begin_at_the_beginning()
         if isinstance(consumed, int):
             self.sampler.begin_at(consumed, carried)
@@ -194,7 +194,7 @@ class InnerTracker(LoaderTracker):
             vars(owner)["dataset"] = RemainingSamples(owner.dataset, consumed)
 
     def begin_at_the_beginning(self) -> None:
-        """Let the next pass be a whole one."""
+        """Make the next pass a whole one."""
         self.sampler.begin_at(0)
         if self._whole_dataset is not None and not self.alive:
             owner, dataset = self._whole_dataset
@@ -209,21 +209,21 @@ class InnerTracker(LoaderTracker):
         self.carried.restore_generators(dataset_generators)
 
     def fetched_ahead(self, state: Mapping[str, Any]) -> None:
-        """Tell that a resumed pass has fetched the batch that had been fetched ahead."""
+        """Note that a resumed pass has fetched the batch that had been fetched ahead."""
         self._restore_common(state, generators=self.workers == 0)
 
     def carried_moment(self, state: Mapping[str, Any]) -> SamplerMoment:
-        """The moment from which the order of a captured pass was drawn."""
+        """Return the moment from which the order of a captured pass was drawn."""
         return SamplerMoment.decode(state["first"] or state["begun"])
 
     def carry_between_passes(self, state: Mapping[str, Any], rng: RngState) -> None:
-        """Let the next pass draw the order that it would have drawn in another number of ranks."""
+        """Make the next pass draw the order that it would have drawn with the saved number of ranks."""
         moment = SamplerMoment(rng, state["generators"], state["counters"], state.get("values", {}))
         self.sampler.restore(moment, rng=False)
         self.sampler.live = None
 
 
-# samples (of batch samplers of another kind: batches), or the samples of each worker that reads a stream
+# how much of an epoch is consumed: samples (for unknown batch samplers: batches), or samples per worker of a stream
 Consumed = int | list[int]
 
 
@@ -262,11 +262,11 @@ class Division:
 
     @property
     def nothing(self) -> Consumed:
-        """What is consumed at the beginning of an epoch."""
+        """The value of ``Consumed`` at the beginning of an epoch."""
         return [0] * max(1, self._tracker.workers) if self._tracker.iterable else 0
 
     def consumed(self, before: Consumed, steps: int) -> Consumed:
-        """What all ranks together have consumed of the epoch: ``before`` the present pass, and in its ``steps``."""
+        """Return what all ranks together have consumed of the epoch: ``before`` this pass, and in its ``steps``."""
         batches = steps * self._internals.source_batches
         size = (self._batch_size or 1) if self._counts_samples else 1
         if isinstance(before, int):
@@ -279,13 +279,13 @@ class Division:
         return [earlier + share * samples for earlier, share in zip(before, shares, strict=True)]
 
     def steps_of_longest_rank(self, consumed: Consumed) -> int:
-        """Number of steps of a pass on the rank that has most, after ``consumed``."""
+        """Return the number of steps of a pass after ``consumed``, on the rank with the most."""
         source = self._tracker.sampler.source
         batches = len(RemainingBatches(source, consumed)) if isinstance(consumed, int) and consumed else len(source)
         return -(-batches // self._internals.source_batches)
 
     def remainder(self, consumed: Consumed) -> int | None:
-        """Samples in the last step of all ranks after ``consumed``; None where Accelerate's number is right."""
+        """Return the samples in the last step of all ranks after ``consumed``; None if Accelerate's number is right."""
         if isinstance(consumed, list) or not consumed or self._internals.loader._drop_last:
             return None
         if not self._counts_samples or self._internals.is_dispatcher or self._batch_size is None:
@@ -294,7 +294,7 @@ class Division:
         return left % (self._batch_size * self._internals.source_batches)
 
     def obstacle(self, state: Mapping[str, Any]) -> str | None:
-        """Return why a position in another division means nothing in this one, in words, or ``None``."""
+        """Return why a position in another division cannot be used in this one, in words, or ``None``."""
         then, now = state["layout"], self.describe()
         if isinstance(self.nothing, list) is not isinstance(state["consumed"], list):
             return "a data loader is of a different kind than the saved one"
@@ -308,7 +308,7 @@ class Division:
         return None
 
     def difference(self, state: Mapping[str, Any]) -> str | None:
-        """Return what of the division has changed, in words, or ``None`` where only the number of ranks has."""
+        """Return what of the division has changed, in words, or ``None`` if only the number of ranks has."""
         then, now = state["layout"], self.describe()
         if then["method"] == "load" and not self._tracker.iterable:
             return "the state of a dataset is not carried over to another division of its samples"

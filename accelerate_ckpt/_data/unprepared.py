@@ -1,4 +1,4 @@
-"""Data loaders that the script has not prepared: no checkpoint knows how far it is in them."""
+"""Finds open iterations over loaders that the script has not prepared: no checkpoint holds their position."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils import data
 
 from ckpt_core.state.samplers import RecordingSampler, handed_out
 
-# to ask others for their length may change something
+# samplers with a safe len(): that of others may have side effects
 _COUNTED = (
     *(data.BatchSampler, data.RandomSampler, data.SequentialSampler, data.SubsetRandomSampler),
     *(data.WeightedRandomSampler, data.DistributedSampler, SkipBatchSampler),
 )
-_passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often each loader was begun
-# What is under way, with its loader, the pass, and how many batches that has
+_passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # number of iterations of each loader
+# Open iterators, each with its loader, the number of the iteration, and the number of batches in it
 _iterators: weakref.WeakKeyDictionary[Any, tuple[Any, int, float]] = weakref.WeakKeyDictionary()
 
 
 def iterate(original: Any, loader: Any) -> Iterator[Any]:
-    """Do what ``DataLoader.__iter__`` does, and remember the iterator for as long as the script has it.
+    """Do what ``DataLoader.__iter__`` does, and remember the iterator for as long as the script references it.
 
-    One with persistent workers is left out: its loader has it, too.
+    Iterators with persistent workers are left out, because their loader references them, too.
     """
     iterator: Iterator[Any] = original(loader)
     with contextlib.suppress(Exception):  # of a class without a hash, or of a dataset without a length
@@ -37,9 +37,9 @@ def iterate(original: Any, loader: Any) -> Iterator[Any]:
 
 
 def iterators() -> list[tuple[Any, str, Any]]:
-    """Return the iterators that have not come to their end: each, what it is told by, which pass, and how far it is."""
+    """Return the iterators that are not at their end: each with its name for the user, and its pass and position."""
     found: list[tuple[Any, str, Any]] = []
-    for reference in _iterators.keyrefs():  # a copy: other threads begin loaders meanwhile
+    for reference in _iterators.keyrefs():  # a copy, because other threads may start iterations meanwhile
         iterator = reference()
         known = None if iterator is None else _iterators.get(iterator)
         if iterator is None or known is None:
@@ -47,7 +47,7 @@ def iterators() -> list[tuple[Any, str, Any]]:
         loader, number, length = known
         batches = handed_out(iterator)
         if batches is not None and batches < length:
-            # with what the script itself has left out by Accelerate's ``skip_first_batches``
+            # including the batches that the script has skipped by Accelerate's ``skip_first_batches``
             done = batches + getattr(loader.batch_sampler, "skip_batches", 0)
             told_by = f"`iteration {len(found) + 1}` over a DataLoader that was not prepared"
             found.append((iterator, told_by, [number, done]))

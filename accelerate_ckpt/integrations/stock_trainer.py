@@ -1,8 +1,8 @@
-"""Says, once, that a ``transformers.Trainer`` in a launched script keeps its own checkpoints.
+"""Warns once that a ``transformers.Trainer`` in a launched script saves its own, stock checkpoints.
 
 The launcher replaces Accelerate's ``save_state``, which the Trainer never calls. Its checkpoints are not replaced as
-well: a subclass may save in a way of its own, and arguments that :class:`ResumableCallback` refuses would end a script
-that works.
+well: a subclass may save in its own way, and arguments that :class:`ResumableCallback` refuses would end a script that
+works.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StockCheckpointNotice(TrainerCallback):
 
 
 def tell_of_trainers(module: ModuleType) -> None:
-    """Give all Trainers of ``transformers.trainer`` to come the notice."""
+    """Add the notice to all Trainers of ``transformers.trainer`` that are created from now on."""
     callbacks = getattr(module, "DEFAULT_CALLBACKS", None)
     if isinstance(callbacks, list) and StockCheckpointNotice not in callbacks:
         callbacks.append(StockCheckpointNotice)

@@ -1,27 +1,27 @@
-"""Checkpoints for ``transformers.Trainer``, through the same engine as Accelerate's ``save_state``.
+"""``ResumableCallback``: checkpoints for ``transformers.Trainer``, saved as by Accelerate's ``save_state``.
 
 The Trainer never calls ``save_state``, and no event lets a callback save in its place. So these methods are replaced,
 on the given Trainer only:
 
 ==========================  ============================================================================================
-``train`` (public)          to find the newest checkpoint that verifies, and to wait for the background when training
+``train`` (public)          to find the newest checkpoint that verifies, and to wait for pending saves when training
                             fails
 ``log`` (public)            with the option ``log_metrics``: gives the figures of the saves to all trackers
 ``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may have made
                             it the best one, and before ``on_save``
-``save_model``, ``_save``   during a save, the files beside the weights alone
-``_save_optimizer_and_``     during a save, nothing; overrides of it put there what they keep besides
+``save_model``, ``_save``   during a save, write only the files next to the weights
+``_save_optimizer_and_``     during a save, writes nothing; overrides of it write their additional files
 ``scheduler``
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
                             strategy wrote
 ``_load_best_model``        the same, and with the last save still in the background
-``_load_rng_state``         it would say that it finds no generators, and that the resume may not be exact
-``_run_epoch``              a run that is resumed after its last step, within an epoch, would take another one; and
+``_load_rng_state``         it would warn that it finds no generators, and that the resume may not be exact
+``_run_epoch``              a run that is resumed after its last step, within an epoch, would take another step; and
                             the passes over a stream without a length count as one epoch
 ``_maybe_log_save_``        with the option ``just_in_time``: what it logs and draws is part of the step
 ``evaluate``
 ``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after
-``_globalstep_last_logged`` a resume would not be what an uninterrupted run logs
+``_globalstep_last_logged`` a resume would differ from what an uninterrupted run logs
 ``_total_loss_scalar``
 ==========================  ============================================================================================
 
@@ -95,7 +95,7 @@ _NEEDED = {
     "_load_rng_state": ["self", "checkpoint"],
 }
 _COUNTED = ("_total_train_tokens",)  # what TRL's trainers count for their logs
-# What TRL's trainers have that train in several steps on what the model has generated
+# Attributes of TRL's trainers that train for several steps on data that the model has generated
 _GENERATED = ("_step", "_buffered_inputs")
 _NOT_SAVED_GENERATED = (
     "what the model had generated for the next steps is not in the checkpoint: it holds objects (images), or this "
@@ -109,12 +109,12 @@ _NOT_NOTED = (
     "a rank was lost, and what the model had generated for the next steps, parameters outside of the model, or what "
     "the Trainer's class saves beside the optimizer are not those of that step"
 )
-_COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # what _run_epoch is told
+_COUNTS = {"epoch", "epochs_trained", "steps_trained_in_current_epoch"}  # arguments of _run_epoch
 _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
 
 
 def missing_internals() -> list[str]:
-    """Return the methods this file replaces that this release of transformers does not have as we know them."""
+    """Return the methods that this module replaces and this release of transformers lacks or has changed."""
 
     def is_known(name: str, arguments: list[str]) -> bool:
         method = getattr(Trainer, name, None)
@@ -124,7 +124,7 @@ def missing_internals() -> list[str]:
 
 
 def _counts_are_known() -> bool:
-    """Return whether this release of transformers tells ``_run_epoch`` what it has counted, as we know it."""
+    """Return whether this release of transformers passes its counts to ``_run_epoch``."""
     method = getattr(Trainer, "_run_epoch", None)
     return method is not None and inspect.signature(method).parameters.keys() >= _COUNTS
 
@@ -170,7 +170,7 @@ class ResumableCallback(TrainerCallback):
         self._resumed: str | None = None
         self._rng: RngState | None = None
         self._stream: tuple[int, int] | None = None  # pass and batch of a resume, until the first epoch begins
-        self._passes = 0  # over a stream, which the Trainer has not counted
+        self._passes = 0  # passes over a stream that the Trainer has not counted
         self._ends_with: int | None = None
         self._adds_files = False
         self._has_later_weights = False  # whether train() has loaded what a later train() of the script had saved
@@ -200,7 +200,7 @@ class ResumableCallback(TrainerCallback):
         for name, ours in around.items():
             stock = getattr(trainer, name)
             setattr(trainer, name, functools.wraps(stock)(functools.partial(ours, stock)))
-        # another list: the Trainer may be calling those of this one
+        # a new list, because the Trainer may be iterating over the present one
         handler = trainer.callback_handler
         others = [
             each for each in handler.callbacks if each is not self and not isinstance(each, StockCheckpointNotice)
@@ -269,7 +269,7 @@ class ResumableCallback(TrainerCallback):
             self._check_fits(os.fspath(path))
             self._resumed = os.fspath(path)
         elif path is not None and os.path.isdir(path):
-            refuse_damaged_ours(path)  # of which the Trainer would take the weights alone, without a word
+            refuse_damaged_ours(path)  # the Trainer would load only its weights, without a warning
         preemption = self._session.preemption
         try:
             takes_name = _takes_name(stock) and not args  # train() of a subclass may take nothing else
@@ -280,7 +280,7 @@ class ResumableCallback(TrainerCallback):
             checkpointer = self._session.checkpointer
             checkpointer.drain()
             failure = checkpointer.take_failure()
-            if failure is not None:  # not raised: it would hide what ended the training
+            if failure is not None:  # not raised: it would hide the exception that ended the training
                 log.exception("a checkpoint could not be saved", exc_info=failure)
             raise
         finally:
@@ -293,7 +293,7 @@ class ResumableCallback(TrainerCallback):
         return result
 
     def _begin_rehearsal(self, rehearsal: Rehearsal) -> Any:
-        """Start no trackers, end before anybody's ``on_train_end``, and return what the rehearsal resumes from."""
+        """Remove the trackers, end before any callback's ``on_train_end``, and return the path to resume from."""
         handler = self._trainer.callback_handler
         trackers = tuple(INTEGRATION_TO_CALLBACK.values())
         handler.callbacks = [each for each in handler.callbacks if not isinstance(each, trackers)]
@@ -307,11 +307,11 @@ class ResumableCallback(TrainerCallback):
         return result
 
     def _end_if_told(self) -> None:
-        """End the program if a request to end came after the last step, as in the evaluation that follows."""
+        """End the program if a signal or notice came after the last step, such as in the evaluation that follows."""
         preemption = self._session.preemption
         if preemption is None or not preemption.is_training:
             return
-        preemption.end()  # from here on, signals end the process as without us
+        preemption.end()  # from here on, signals have their usual effect
         self._ends_with = preemption.due(self._session, last=True)
         if self._ends_with is None:
             return
@@ -335,7 +335,7 @@ class ResumableCallback(TrainerCallback):
     def on_save(self, *_: Any, **__: Any) -> None:
         if self._ends_with is None:
             return
-        # Here rather than by the Trainer's own stop, after which it and the script continue as if training were over.
+        # Not by the Trainer's own stop, after which it and the script would continue as if training were over.
         try:
             self._finish()
         except CheckpointError as error:
@@ -355,7 +355,7 @@ class ResumableCallback(TrainerCallback):
         raise SystemExit(status)
 
     def _finish(self) -> None:
-        """Wait for the background; all ranks together."""
+        """Wait for pending saves and raise their failure; called on all ranks together."""
         self._session.outcomes.after_training()
         self._session.checkpointer.close()
 
@@ -393,14 +393,14 @@ class ResumableCallback(TrainerCallback):
                     )
 
     def _prepare_what_evaluates(self) -> None:
-        """Make the loaders that the Trainer keeps to evaluate with: one made after the load begins with new workers."""
+        """Create the evaluation loaders that the Trainer keeps: created after the load, they would have new workers."""
         data, args = self._trainer.eval_dataset, self._trainer.args
         if args.dataloader_persistent_workers and args.eval_strategy != "no" and data is not None:
             for name in data if isinstance(data, dict) else (None,):
                 self._trainer.get_eval_dataloader(name)
 
     def _passes_counted(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of an epoch of the Trainer, which takes all passes over a stream before it for one."""
+        """Correct the arguments of ``_run_epoch``: the Trainer counts all earlier passes over a stream as one."""
         at, self._stream = self._stream, None
         if at is not None:
             self._passes = at[0] - arguments["epochs_trained"]
@@ -418,7 +418,7 @@ class ResumableCallback(TrainerCallback):
         note_start(self._session)
 
     def on_evaluate(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
-        # Each evaluation prepares a new loader, which Accelerate never lets go of: it does not belong into checkpoints.
+        # Each evaluation prepares a new loader, which Accelerate never releases: it does not belong in checkpoints.
         # The Trainer keeps one with persistent workers, which draws a seed in its first pass only.
         if self._trainer is None or not self._trainer.is_in_train:
             self._tell_of_later_weights("evaluate")
@@ -445,7 +445,7 @@ class ResumableCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self._session.note_metrics(logs or {})
         if self._session.rehearsal is not None:
-            speed = ("runtime", "per_second")  # other in each process
+            speed = ("runtime", "per_second")  # different in each process
             self._session.rehearsal.log({name: it for name, it in (logs or {}).items() if not name.endswith(speed)})
         if "train_runtime" not in (logs or {}):
             return
@@ -475,7 +475,7 @@ class ResumableCallback(TrainerCallback):
     def _save_checkpoint(self) -> None:
         try:
             self._save()
-        except (CheckpointError, OSError) as error:  # the latter of a file that the Trainer itself writes
+        except (CheckpointError, OSError) as error:  # OSError: from a file that the Trainer itself writes
             if self._ends_with is None:
                 raise
             self._end(self._ends_with, error)
@@ -534,11 +534,11 @@ class ResumableCallback(TrainerCallback):
         self._add_state(directory)
 
     def _add_model_files(self, directory: str) -> None:
-        """Add what the Trainer puts beside the weights, but for the pickle of its arguments."""
+        """Write the files that the Trainer puts next to the weights, except the pickle of its arguments."""
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(model, "peft_config"):
-            model.save_pretrained(directory)  # the adapters alone, for those who have the model under them
+            model.save_pretrained(directory)  # only the adapters, for users who have the base model
         elif isinstance(model, PreTrainedModel):
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]
@@ -612,7 +612,7 @@ class ResumableCallback(TrainerCallback):
 
 
 class _BelowOverrides(Trainer):
-    """What a Trainer's own methods become: below a subclass's overrides of them, which call them with ``super()``."""
+    """Replaces methods of ``Trainer``, below a subclass's overrides, which still call them with ``super()``."""
 
     _resumable_callback: ResumableCallback
 
@@ -666,7 +666,7 @@ def _below_overrides(kind: type) -> type:
 
         def load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
             override(self, *args, **kwargs)
-            # that of SentenceTransformerTrainer, also for the best model, looks for weights in files of another kind
+            # SentenceTransformerTrainer's override, also used for the best model, looks for other kinds of files
             paths = [one for one in [*args, *kwargs.values()] if isinstance(one, (str, os.PathLike))]
             self._resumable_callback._load_weights(paths[0])
 
@@ -688,14 +688,14 @@ class _LoopState:
 
     def state_dict(self) -> dict[str, Any]:
         besides = _trained_besides(self._trainer)
-        # those that have moved, as a guide's have not; and gradients: the Trainer zeroes those of its model alone
+        # those that have been trained (a guide's have not), and gradients: the Trainer zeroes only those of its model
         state = self._trainer.optimizer.state
         moved = {str(i): [p.detach(), p.grad] for i, p in enumerate(besides) if p.grad is not None or state.get(p)}
         trained = {"besides": moved} if besides else {}
         return {**self.noted(), **trained, "generated": _generated_by(self._trainer)}
 
     def noted(self) -> dict[str, Any]:
-        """Return what of the state is noted after each step: all that is small."""
+        """Return the part of the state that is noted after each step: all that is small."""
         trainer = self._trainer
         return {
             "lr_scheduler": trainer.lr_scheduler.state_dict(),
@@ -705,7 +705,7 @@ class _LoopState:
         }
 
     def after(self, loss: Any) -> dict[str, Any]:
-        """Return what of the state a loss changes that is about to be used."""
+        """Return the part of the state that changes with ``loss``, as it will be after the backward pass."""
         return {"loss_since_log": self._trainer._tr_loss.detach() + loss.detach()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -729,24 +729,24 @@ class _LoopState:
                 )
             parameter.data.copy_(value)
             parameter.grad = send_to_device(gradient, parameter.device)
-        # The mean that train() returns is of its own steps.
+        # The mean loss that train() returns is over its own steps only.
         trainer._total_loss_scalar = -float(state["loss_since_log"])
 
 
 def _generated_by(trainer: Any) -> dict[str, Any]:
-    """Return what a Trainer of TRL's has generated and trains on in later steps, too, if a checkpoint can hold it."""
+    """Return what one of TRL's Trainers has generated for later steps, if a checkpoint can hold it; otherwise empty."""
     found = {name: vars(trainer).get(name) for name in _GENERATED}
     return found if found["_buffered_inputs"] is not None and is_plain(found) else {}
 
 
 def _trained_besides(trainer: Any) -> list[Any]:
-    """Return what the optimizer trains outside of the model, as the classifier of a sentence-transformers loss."""
+    """Return parameters that the optimizer trains outside of the model, such as in a sentence-transformers loss."""
     known = {id(one) for model in trainer.accelerator._models for one in model.parameters()}
     return [one for group in trainer.optimizer.param_groups for one in group["params"] if id(one) not in known]
 
 
 def _generated_is_lost(trainer: Any) -> bool:
-    """Return whether a Trainer of TRL's is about to use what it has generated, and a checkpoint would not hold it."""
+    """Return whether one of TRL's Trainers will use data that it has generated and a checkpoint would not hold."""
     args = trainer.args
     steps = getattr(args, "steps_per_generation", None)
     step = vars(trainer).get("_step", trainer.state.global_step * args.gradient_accumulation_steps)
@@ -754,7 +754,7 @@ def _generated_is_lost(trainer: Any) -> bool:
 
 
 def _of_the_script(known: weakref.ref[Any]) -> list[object]:
-    """Return the Trainer, its callbacks and functions, of which some may be of the script's classes."""
+    """Return the Trainer, its callbacks and functions, which may be of the script's own classes."""
     trainer = known()
     if trainer is None:
         return []
@@ -779,10 +779,10 @@ def _not_as_known(what: str) -> CheckpointError:
 
 
 def _check_arguments(trainer: Any) -> None:
-    """Refuse what would not be done as the Trainer's arguments say.
+    """Check the Trainer's arguments.
 
     Raises:
-        OptionError: As said.
+        OptionError: An argument of the Trainer is not supported.
     """
     args = trainer.args
     problems = {
@@ -813,9 +813,9 @@ def _takes_name(train: Callable[..., Any]) -> bool:
 
 
 def _restore_counts(trainer: Any) -> None:
-    """Give back to callbacks of libraries (``EarlyStoppingCallback``) what they count, not what they were made with.
+    """Restore the counters of library callbacks such as ``EarlyStoppingCallback``, but not their arguments.
 
-    Those of the script's classes are named by the resume, if they have lost anything.
+    For callbacks of the script's own classes, the resume warns if they have lost anything.
     """
     for name, saved in trainer.state.stateful_callbacks.items():
         kept = (one for one in trainer.callback_handler.callbacks if type(one).__name__ == name)
@@ -845,7 +845,7 @@ def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
         info
         for info in reversed(Catalog(trainer.args.output_dir, suffix="").checkpoints())
         if _NAME.fullmatch(info.name)
-        and info.is_readable  # what is damaged or closed to this user stays, and takes no usable one's place
+        and info.is_readable  # damaged ones, and those that this user cannot read, stay and do not count
         and not (session and session.was_passed_over(info.path))
     ]
     best = trainer.state.best_model_checkpoint
@@ -867,12 +867,12 @@ def _verify(session: Session, path: str) -> None:
             checkpoint.read_file(_STATE_FILE)
         return
     refuse_damaged_ours(path)
-    for name in os.listdir(path):  # the Trainer's own: what is in them has digests, or a structure
+    for name in os.listdir(path):  # the Trainer's own files, which have checksums or a structure to check
         if name.endswith(_TORCH_FILES):
             verify(os.path.join(path, name))
         elif name.endswith(".safetensors"):
             shapes_in(os.path.join(path, name))
-    try:  # it writes this file last
+    try:  # the Trainer writes this file last
         with open(os.path.join(path, _STATE_FILE), encoding="utf-8") as file:
             json.load(file)
     except (OSError, ValueError) as error:
