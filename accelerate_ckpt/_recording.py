@@ -72,7 +72,7 @@ class Fetched:
         self._recording.given.discard(self)
 
     def take(self) -> list[_Digests]:
-        """Return the digests of the batches that were handed out, and count them as used."""
+        """Return the digests of the batches handed out since the last use, which are used now."""
         found, self._unused = self._unused, []
         return found
 

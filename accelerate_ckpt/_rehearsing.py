@@ -136,7 +136,7 @@ class Rehearsal:
             self._save_at(_EPOCH_END)
 
     def _save_at(self, point: str) -> None:
-        """Save once at a point that was asked for."""
+        """Save once at ``point``, if the plan has it."""
         is_new = all(saved["point"] != point for saved in self._saves)
         if self._plan.only_points and point in self._plan.points and is_new:
             self._save(os.path.join(self._plan.saves, f"checkpoint_{self._session.step}_{point}"), point)

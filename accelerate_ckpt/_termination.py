@@ -189,7 +189,7 @@ def _is_in_engine() -> bool:
 
 
 def _finish() -> None:
-    """Wait for the saves that are under way now, but not for ranks that are gone."""
+    """Wait for the saves that are pending now, but not for ranks that are gone."""
     deadline = time.monotonic() + _SILENCE_SECONDS
     if threading.current_thread() is not threading.main_thread():  # the main thread may be about to start a save
         while time.monotonic() < deadline and any(map(_is_about_to_save, live_sessions())):

@@ -160,7 +160,7 @@ class _Start:
             self._told(_TERMINATE)
 
     def _told(self, name: str) -> None:
-        if next(self._begun):  # by the thread or in the handler, whichever comes first
+        if next(self._begun):  # the thread and the handler both call this; the first one acts
             return
         if self.endings is None or not self.endings.told():
             for auto_resume in _auto_resumes(self._trainer):

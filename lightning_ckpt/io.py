@@ -155,7 +155,7 @@ class SyncCheckpointIO(TorchFileIO):
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
         report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
-            beside it, unless ``event_log`` names another.
+            next to it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
 
     Example::
@@ -180,9 +180,9 @@ class SyncCheckpointIO(TorchFileIO):
 class AsyncCheckpointIO(TorchFileIO):
     """Copies the state, and writes the copy in the background while training continues.
 
-    The file appears under its name when it is durable. A removal waits for its successor, a load for a pending save of
-    its file, and the end of ``fit`` for everything. A save outside a running epoch, such as
-    ``trainer.save_checkpoint`` after ``fit``, returns when it is durable. So does one of at most 256 KiB, unless the
+    The file appears under its name when it is durable. A removal waits for the saves before it, a load for a pending
+    save of its file, and the end of ``fit`` for everything. A save outside a running epoch, such as
+    ``trainer.save_checkpoint`` after ``fit``, returns when it is durable. So does a save of at most 256 KiB, unless the
     storage takes more than a second. Needs extra host memory for ``max_pending`` copies of the state.
 
     Args:
@@ -197,7 +197,7 @@ class AsyncCheckpointIO(TorchFileIO):
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
         report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
-            beside it, unless ``event_log`` names another.
+            next to it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state during
             the next forward and backward pass; the device then waits before the next optimizer step. Before anything

@@ -34,7 +34,7 @@ def load_from_checkpoint(cls: type[_Module], path: StrPath, **kwargs: Any) -> _M
 
 
 def read_directories() -> None:
-    """Let every ``load_from_checkpoint`` of this process read directories."""
+    """Make every ``load_from_checkpoint`` of this process read directories, too."""
     for_directories(_load)
 
 

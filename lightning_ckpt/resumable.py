@@ -116,9 +116,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
             neither wants it. With ``save_top_k=-1``, which keeps all, only the policy decides. The best, the last, the
             one that the run was resumed from, and those pinned by ``ckpt keep`` always stay.
         resume: With ``"auto"``, ``trainer.fit`` without ``ckpt_path`` continues from the newest checkpoint that
-            verifies. If there is none, it starts from the beginning and says so in one line. :attr:`resumed` tells
-            which. A ``ckpt_path`` takes precedence. Without ``dirpath``, the checkpoints are then in ``checkpoints`` in
-            the Trainer's ``default_root_dir``, so that each start finds those of the previous one.
+            verifies. If there is none, it starts from the beginning and logs one line. :attr:`resumed` is then None. A
+            ``ckpt_path`` takes precedence. Without ``dirpath``, the checkpoints are then in ``checkpoints`` in the
+            Trainer's ``default_root_dir``, so that each start finds those of the previous one.
         resume_attempts: After this many starts in a row that ended without a newer checkpoint, ``"auto"`` tries an
             older one first; None: never.
         log_metrics: Whether to send the figures of each save to the Trainer's loggers: ``checkpoint/bytes``,
@@ -370,7 +370,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             save()
 
     def _after_batch(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # with manual optimization, Lightning 2.6 ignores train_time_interval, and may save weights from before the step
+        # with manual optimization, Lightning 2.6 ignores train_time_interval, and may save the weights before the step
         module: Any = pl_module if pl_module.automatic_optimization else _WithAutomaticOptimization(pl_module)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if self._auto_interval is not None:
@@ -574,7 +574,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS) and is_remote(filepath) and self._lookup.tiers is None:
-            # Asking a store that is down would stop training.
+            # A query to a store that is down would stop training.
             is_taken = filepath in plugin.names_in_use and not plugin.checkpointer.has_failed(filepath)
             return bool(trainer.strategy.broadcast(is_taken))
         under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
@@ -909,7 +909,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def resumed(self) -> ResumePoint | None:
-        """Where the last ``fit`` continued; None if there was nothing to resume, or it was not asked to resume."""
+        """Where the last ``fit`` continued; None if there was nothing to resume, or a resume was not requested."""
         return self._resumed
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -1044,7 +1044,7 @@ def _introduce(trainer: Any) -> None:
 
 
 def _rehearse_first(trainer: Any, ckpt_path: Any) -> None:
-    """Rehearse the script before the first fit that begins a run and asks for it."""
+    """Rehearse the script before the first fit that starts a new run, if a callback has the option ``rehearse``."""
     callbacks = _callbacks_of(trainer)
     asked = [callback.rehearse for callback in callbacks if callback.rehearse]
     if not asked or ResumableCheckpoint.has_rehearsed:
@@ -1078,7 +1078,7 @@ def _check_alone(interval: str | None, settings: Mapping[str, Any]) -> None:
 
 
 def _is_no_crash(exception: BaseException) -> bool:
-    # The run was told to end, or its model has changed, so that older checkpoints would fail, too.
+    # A signal or notice ended the run, or its model has changed, so that older checkpoints would fail, too.
     no_crash = isinstance(exception, (KeyboardInterrupt, StateMismatchError))
     return no_crash or type(exception).__name__ == "SIGTERMException"
 

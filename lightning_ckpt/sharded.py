@@ -61,7 +61,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
         report: A local file for a page about the run, written at its end (``.png``: a picture, too). Its event log is
-            beside it, unless ``event_log`` names another.
+            next to it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state during
             the next forward and backward pass; the device then waits before the next optimizer step. Before anything
@@ -195,7 +195,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             if not in_memory:
                 self.before_change(path, removes=False)
             parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers(), frozen=self._frozen())
-            # Ranks that are at different steps are refused instead of being mixed.
+            # The step, so that a save by ranks at different steps raises instead of mixing their states.
             about: dict[str, Any] = {"metadata": metadata_of(checkpoint), "step": checkpoint.get("global_step")}
         except Exception as error:  # possibly on this rank only: the others must not wait for its part
             self.reader_of(path).refuse(path, error)

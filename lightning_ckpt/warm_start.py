@@ -1,4 +1,4 @@
-"""A callback that starts a fit from the weights and optimizer state of another checkpoint, as far as they fit."""
+"""``WarmStart``: a callback that starts a fit from those weights and optimizer states of a checkpoint that fit."""
 
 from __future__ import annotations
 

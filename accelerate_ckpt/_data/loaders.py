@@ -402,7 +402,7 @@ class LoaderPositions:
 
     @property
     def _begins_with_evaluation(self) -> bool:
-        """Whether the script evaluates before it trains, as it may do again when it is resumed."""
+        """Whether the script evaluates before it trains, which it may do again after a resume."""
         if self._began_with_evaluation is not None:
             return self._began_with_evaluation
         return any(not position.has_trained for position in self._begun_first)
@@ -493,8 +493,8 @@ class LoaderPositions:
             "last": position.habit.last,
         }
         found = {**position.capture(as_over=as_over), **history}
-        # scripts that prepare a loader for each epoch begin the next one with another
-        others = 1 + sum(one is position.loader for one in self._accelerator._dataloaders)  # and what looks into it
+        # scripts that prepare a loader for each epoch no longer use this one
+        others = 1 + sum(one is position.loader for one in self._accelerator._dataloaders)  # 1: Internals.loader
         is_over = bool(found["finished"] and found["trained"])
         found["is_last_pass"] = is_over and is_done_with(position, "loader", others=others)
         return found

@@ -374,7 +374,7 @@ class LoaderPosition:
         if waiting is None and self._opening is not None and self._opening.is_unused(self._run.uses):
             waiting = self._opening.state
         if waiting is not None:
-            # saved again before the script continued
+            # a save before the script has continued from a load
             return dict(waiting)
         phase, iteration = self._phase, int(self.loader.iteration)
         if in_last_body := phase == INSIDE and self.is_finished:
@@ -602,7 +602,7 @@ class LoaderPosition:
     # ---- scripts that skip batches themselves ------------------------------------------------------------------------
 
     def skip_first_batches(self, batches: int) -> Any:
-        """Return what the script is to iterate over: the loader itself if it resumes from a checkpoint anyway."""
+        """Return the loader for the script to iterate over: this one itself if it resumes from a checkpoint anyway."""
         left = self._left or self._offer
         if left is not None and (batches == left["steps"] or not self._fits(left)):
             self._resume, self._left = left, None
@@ -670,7 +670,7 @@ class LoaderPosition:
 
     @property
     def _offer(self) -> Mapping[str, Any] | None:
-        # a script that has trained since then has begun something else
+        # a script that has trained since the load no longer skips to it
         offered = self._offered
         return None if offered is None or offered[1] != self._run.uses.count else offered[0]
 

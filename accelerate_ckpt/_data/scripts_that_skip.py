@@ -95,7 +95,7 @@ class Habit:
         return self.longest == 1 and self._taken == 1 and self._uses.count == self.last
 
     def carry(self, longest: int | None, ahead: int, *, idles: bool) -> None:
-        """Take over what an earlier process has found out."""
+        """Take over what an earlier process has found out about the script."""
         self.idles |= idles
         if longest is not None:
             self.longest, self.ahead = max(self.longest or 0, longest), ahead

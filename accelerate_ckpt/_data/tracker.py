@@ -97,7 +97,7 @@ class ShardSampler(RecordingSampler):
         return self.live
 
     def _begin_again(self, begun: SamplerPass, again: bool) -> None:
-        # the loader itself leaves out what was consumed, but not from the moment at which the order was drawn
+        # the loader itself skips what was consumed, but does not go back to the moment at which the order was drawn
         if self.current is None or not again or self.undo_seed:
             self.restore(begun.begun)
         self.current = SamplerPass(begun.begun, None, 0, begun.draws_throughout)
@@ -144,7 +144,7 @@ class InnerTracker(LoaderTracker):
 
     @property
     def may_read_again(self) -> bool:
-        """Whether a resume reads again, in this process, what was consumed."""
+        """Whether a resume reads the consumed batches again in this process."""
         if self.workers:
             return False
         return self.method == "replay" or (self.iterable and not is_stateful(self.loader.dataset))
@@ -163,7 +163,7 @@ class InnerTracker(LoaderTracker):
 
     def _state_between_passes(self) -> dict[str, Any] | None:
         state = super()._state_between_passes()
-        # without a state of the data set it says nothing about the next pass, and loading it would read this one again
+        # without a state of the data set, it does not affect the next pass, and loading it would read this pass again
         return None if self.iterable and self.workers == 0 and has_no_dataset_state(state) else state
 
     # ---- a pass that does not begin at the beginning -----------------------------------------------------------------

@@ -28,7 +28,7 @@ def iterate(original: Any, loader: Any) -> Iterator[Any]:
     Iterators with persistent workers are left out, because their loader references them, too.
     """
     iterator: Iterator[Any] = original(loader)
-    with contextlib.suppress(Exception):  # of a class without a hash, or of a dataset without a length
+    with contextlib.suppress(Exception):  # e.g. the class has no hash, or the dataset no length
         is_prepared = any(isinstance(one, RecordingSampler) for one in (loader.batch_sampler, loader.sampler))
         if handed_out(iterator) is not None and not is_prepared and not loader.persistent_workers:
             _passes[loader] = _passes.get(loader, 0) + 1

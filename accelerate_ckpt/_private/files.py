@@ -38,7 +38,7 @@ def registered_states(states: Sequence[Any] | None) -> Iterator[None]:
         yield
         return
     original_load_state = vars(accelerate.Accelerator)["load_state"]
-    while hasattr(original_load_state, "__wrapped__"):  # by us
+    while hasattr(original_load_state, "__wrapped__"):  # our own wrapper
         original_load_state = original_load_state.__wrapped__
     if not hasattr(accelerator_module, _FUNCTION) or _FUNCTION not in original_load_state.__code__.co_names:
         raise CheckpointError(

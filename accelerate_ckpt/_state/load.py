@@ -89,7 +89,7 @@ def load_state(
     if session.rank == 0 and input_dir is not None:
         # Ranks that take no part in a pending save must find its checkpoint; another Accelerator may be saving it.
         wait_for_saves(session.checkpointer.known_as(input_dir))
-    # Rank 0's path counts, as for saves.
+    # Rank 0's path is used on all ranks, as for saves.
     session.told.add("resume")
     path: str | None
     if input_dir is not None:
@@ -312,7 +312,7 @@ class _Ours:
                 check_optimizer(optimizer, self._states[name], path=path, key=name)
 
     def _read_gradients(self, checkpoint: DirectoryCheckpoint) -> list[dict[str, Any]]:
-        """Return the gradients for each model to which the next backward pass is to add."""
+        """Return, for each model, the gradients to which the next backward pass adds."""
         found = self._own["gradients"]
         if found is None or self._session.world_size == self._saved_world_size:
             return list(found or [])

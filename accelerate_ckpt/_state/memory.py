@@ -84,7 +84,7 @@ class MemorySnapshots:
         self.tier.leave()
 
     def end(self, session: Any) -> None:
-        """Delete the snapshots: the run has ended as it should, and its checkpoints are durable."""
+        """Delete the snapshots: the run has ended without a crash, and its checkpoints are durable."""
         atexit.unregister(self._at_exit)
         self.checkpointer.close(raises=False)
         if words := self.tier.in_words():

@@ -84,7 +84,7 @@ class PreemptionWatch:
         return due.status
 
     def after_batch(self, session: Any) -> None:
-        """Save and end the program (``SystemExit``), if that is due."""
+        """If the run has to end, save, and end the program by ``SystemExit``."""
         status = self.due(session) if self.asks_itself else None
         if status is None:
             return

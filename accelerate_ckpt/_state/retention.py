@@ -28,7 +28,7 @@ def remove_unwanted(session: Any, target: str) -> None:
     if session.rank or session.rehearsal is not None:
         return
     known_as = session.checkpointer.known_as
-    session.passed_over.discard(known_as(target))  # saved again
+    session.passed_over.discard(known_as(target))  # it is saved again, and no longer damaged
     pending = [*session.checkpointer.pending, target]
     try:
         gone = _beyond_total_limit(session, pending) if session.limit is None else session.limit(pending)

@@ -74,7 +74,7 @@ class Session:
         with contextlib.suppress(FileNotFoundError):  # the directory was deleted: relative paths have no meaning
             self.began_in = os.getcwd()
         self.window_open = False  # whether there are accumulated gradients that no optimizer step has used
-        # Whether all ranks call `save_state`, as far as saves until now have shown; None before the first
+        # Whether all ranks call `save_state`, as the saves so far have shown; None before the first
         self.come_all: bool | None = None
         self.saving = False  # whether the script is inside `save_state`
         self.uneven = not accelerator.even_batches  # whether ranks may have taken different numbers of steps
@@ -142,7 +142,7 @@ class Session:
         # deletes, or None if it has none; if this is not set, the rule is `total_limit`
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()  # paths of checkpoints that no policy deletes
-        # Returns further objects that may be of the script's classes, as an integration knows them
+        # Set by an integration: returns further objects that may be of the script's own classes
         self.owners: Callable[[], Iterable[object]] = tuple
         # Why a resume from a checkpoint saved now is not exact, as far as an integration knows
         self.not_exact: list[str] = []
@@ -215,8 +215,8 @@ class Session:
     def distributed_models(self) -> list[DistributedDataParallel]:
         """Return the models that DDP synchronizes, in the order in which they were prepared.
 
-        A flag of theirs, set by the last forward pass, is whether the next one begins with rank 0's buffers: not inside
-        an accumulation window, nor in ``LocalSGD``.
+        Whether their next forward pass starts from rank 0's buffers is a flag of theirs, which the last pass has set:
+        it does not inside an accumulation window, nor in ``LocalSGD``.
         """
         return [model for wrapped in self._wrapped if (model := wrapped()) is not None]
 
@@ -376,7 +376,7 @@ class Session:
         return accelerator is not None and any(item is optimizer for item in accelerator._optimizers)
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """Note that an optimizer used its gradients; raise a failure of a save in the background, on every rank."""
+        """Note that an optimizer used its gradients; raise a failure of a background save, on every rank."""
         self.window_open = False
         self._steps[id(optimizer)] += 1
         self._used[id(optimizer)] = self.backwards

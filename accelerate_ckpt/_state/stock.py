@@ -192,7 +192,7 @@ class StockCheckpoint:
             raise CheckpointCorruptedError(
                 f"the checkpoint is not complete: there is no {name}", path=path, key=name, remedy=_EARLIER
             ) from error
-        except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
+        except Exception as error:  # damaged bytes may raise anything in torch and pickle
             what = refused_in(error)
             if what is None:
                 raise _damaged(path, error) from error

@@ -138,7 +138,7 @@ class ResumableCallback(TrainerCallback):
     ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep work as
     usual. ``True`` resumes from the newest checkpoint that verifies. So do ``"auto"`` and, with the option
     ``resume="auto"``, no argument; if there is no checkpoint, these start from the beginning.
-    ``trainer.accelerator.resumed`` tells which.
+    ``trainer.accelerator.resumed`` is the point of the resume, or None.
 
     Args:
         trainer: The Trainer (a single process, or DDP); None if it gets the callback in ``callbacks``.
@@ -657,7 +657,7 @@ class _BelowOverrides(Trainer):
 
 @functools.lru_cache(maxsize=64)
 def _below_overrides(kind: type) -> type:
-    """Return the class of a Trainer with :class:`_BelowOverrides` between the subclasses of ``Trainer`` and itself."""
+    """Return the class of a Trainer with :class:`_BelowOverrides` inserted between ``Trainer`` and its subclasses."""
     if issubclass(kind, _BelowOverrides):
         return kind
     names: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -112,7 +112,7 @@ class Accumulation:
         self._asked = int(self._trainer.accumulate_grad_batches)
 
     def capture(self) -> dict[str, Any]:
-        """Return where the present value comes from."""
+        """Return the value that the user asked for, and whether a schedule sets the present one."""
         waits = self._next is not None
         return {
             "asked": int(self._trainer.accumulate_grad_batches) if waits else self._asked,

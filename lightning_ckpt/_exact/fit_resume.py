@@ -62,7 +62,7 @@ class Resume:
 
     def _training_state_restored(self) -> None:
         self.awaits_training_state = False
-        # optimizers and schedulers have it now
+        # optimizers and schedulers have loaded the rest
         self._kept = {name: value for name, value in self._kept.items() if name in _PROGRESS}
 
     def put_into(self, checkpoint: dict[str, Any]) -> None:

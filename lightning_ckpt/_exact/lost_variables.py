@@ -45,7 +45,7 @@ class ScriptVariables:
             return None
         module = trainer.lightning_module
         owners = [one for one in (trainer.datamodule, *trainer.callbacks) if one is not None and _is_users(one)]
-        loader = trainer.train_dataloader  # its state is captured
+        loader = trainer.train_dataloader  # its position is captured separately
         data = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
         made = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs)]
         data += [function for one in made for function in getattr(one, "lr_lambdas", ())]

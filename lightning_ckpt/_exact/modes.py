@@ -1,4 +1,4 @@
-"""Modes and settings of a model's modules, and which parameters have gradients: state that no state_dict has."""
+"""Captures modes and settings of a model's modules, and ``requires_grad``: state that no ``state_dict`` has."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Modes:
         return {**flags, "settings": changed}
 
     def restore(self, flags: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set what :meth:`capture` returned, and all other flags to what they began with."""
+        """Restore what :meth:`capture` returned, and set all other flags to their values at the start of the fit."""
         training = {**self._begun["training"], **flags["training"]}
         settings = flags.get("settings", {})  # checkpoints of earlier versions have none
         for name, child in self._module.named_modules():

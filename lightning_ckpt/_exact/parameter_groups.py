@@ -89,6 +89,6 @@ def restore_groups(trainer: Any, saved: Groups | None, states: Sequence[Mapping[
 
 def _parameters(trainer: Any, groups: list[list[str]]) -> list[list[torch.nn.Parameter]] | None:
     parameters = dict(trainer.lightning_module.named_parameters())
-    with contextlib.suppress(KeyError):  # of another model: the loader reports it
+    with contextlib.suppress(KeyError):  # the checkpoint is of another model, which Lightning's load reports
         return [[parameters[name] for name in group] for group in groups]
     return None

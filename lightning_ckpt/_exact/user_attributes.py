@@ -246,7 +246,7 @@ class UsersObjects(Live):
         }
 
     def _is_made(self, name: str, path: str, digests: Mapping[str, str]) -> bool:
-        """Return whether training, and not a hook of an epoch's start, made an attribute, or changed a reset one."""
+        """Return whether training, not a hook of an epoch's start, made an attribute or changed one that is reset."""
         owner: Any = self._owners[name]
         start = self._at_start.get(name, {path: ""})
         is_new = path not in start and path in vars(owner) and not hasattr(type(owner), path)
@@ -255,7 +255,7 @@ class UsersObjects(Live):
 
     def _first(self, name: str, path: str) -> str:
         made = self._by_hooks.get(name, {}).get(path, "")
-        if self._set_back.get((name, path), False):  # by more than what a resume does, too
+        if self._set_back.get((name, path), False):  # as on_train_start left it, which runs in a resumed run, too
             made = (self._begun or {}).get(name, {}).get(path, made)
         return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, made))
 

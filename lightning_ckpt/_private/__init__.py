@@ -1,1 +1,1 @@
-"""The only files that touch private parts of Lightning, each with its reason and a guard."""
+"""The only modules that use private parts of Lightning, each with its reason and a check."""

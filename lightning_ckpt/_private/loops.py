@@ -246,7 +246,7 @@ class Internals:
         replace(connector, "restore_training_state", restore_training_state)
 
     def release(self) -> None:
-        """Take all hooks out again."""
+        """Remove all wrappers from Lightning's objects."""
         for owner, names in (
             (self.checkpoints, ("_restore_modules_and_callbacks", "restore_training_state")),
             (
@@ -290,7 +290,7 @@ class Internals:
         return "DataLoaderIter" in type(self.fetcher).__name__
 
     def progress(self) -> dict[str, Any]:
-        """All counters of the loops, as plain data."""
+        """Return all counters of the loops, as plain data."""
         epoch_loop = self.epoch_loop
         return {
             "epoch": _counters(self.fit_loop.epoch_progress),
@@ -413,7 +413,7 @@ class Internals:
             self.trainer.training = True
 
     def validation_loaders(self) -> Iterator[Any]:
-        """The validation loaders, if they have been made."""
+        """Return the validation loaders, if they have been created."""
         combined = self.val_loop._combined_loader
         yield from combined.flattened if combined is not None else ()
 
@@ -458,7 +458,7 @@ class Internals:
 
     @staticmethod
     def iterators(combined: Any) -> list[Any]:
-        """The iterators of the loaders, in their order."""
+        """Return the iterators of the loaders, in their order."""
         return combined._iterator.iterators if combined._iterator is not None else []
 
     @staticmethod

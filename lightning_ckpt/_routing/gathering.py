@@ -46,7 +46,7 @@ class Gathering:
             return self._group is None
         if self._trainer.state.status == "interrupted":
             try:
-                # an exception on one rank only: the others will not come
+                # after an exception on this rank only, the others will not join
                 dist.monitored_barrier(self._group, timeout=_INTERRUPTED_TIMEOUT)
             except RuntimeError:
                 self._is_alone = True
