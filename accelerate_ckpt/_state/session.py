@@ -165,7 +165,7 @@ class Session:
         self.just_in_time: Any = None  # the JustInTime that saves when another rank has died, if there is one
         self.saves_alone: SavesAlone | None = None  # how that save differs from `save_state`, if it does
         self.note_step: Callable[[Session], None] = lambda _: None  # called after each step
-        # Returns what the backward pass of a loss will change in this rank's note, beyond what `save_state` has
+        # Returns further parts of this rank's note that change when gradients of a loss are exchanged
         self.note_ahead: Callable[[Any], dict[str, Any]] = lambda _: {}
         # Returns the state of a registered object for a note
         self.note_object: Callable[[Any], dict[str, Any]] = lambda each: each.state_dict()

@@ -203,7 +203,7 @@ class ExactState(Live):
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def fit_started(self) -> None:
-        """Note what the fit starts with; called when the model is wrapped and on its device."""
+        """Prepare the fit; called when the model is wrapped and on its device, before anything is trained."""
         self._trains = False
         if self._trainer.world_size > 2:
             rebuild_ddp_buckets(self._trainer.strategy.model)

@@ -168,13 +168,13 @@ class UsersObjects(Live):
         again: Mapping[Place, Before] | None = None,
         before: Digests | None = None,
     ) -> tuple[Digests, dict[str, dict[str, Any]]]:
-        """Return the digests of attributes that changed since setup, except of records such as a list of losses.
+        """Return the digests of attributes that changed since setup, except for records such as a list of losses.
 
         Also return the small values of attributes that training created. Once for each attribute, warn if training has
         changed it and no state holds it. With ``in_epoch``, a resume continues an epoch, and does not begin the next
         one, whose hooks would set their attributes again; if the epoch ``ends``, no step sets any before its end.
         ``again`` is what :meth:`now` returned, and ``before`` the digests, before what a resume repeats. Without
-        ``looks``, lists of device tensors are left out: reading them waits. Without ``names``, there is no warning.
+        ``looks``, lists of device tensors are left out: reading waits for the device. Without ``names``, nothing warns.
         """
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}

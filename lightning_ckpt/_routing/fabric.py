@@ -127,7 +127,7 @@ def _parts_of(fabric: Any, state: Mapping[str, Any], filter: Mapping[str, Callab
 
 
 def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's buffers, which each rank updates itself; DDP resumes with rank 0's, other ranks with theirs."""
+    """Return a model's buffers, which each rank updates itself; DDP resumes with rank 0's, shards with their own."""
     if not isinstance(value, nn.Module):
         return {}
     names = buffers_by_name(value)
