@@ -316,7 +316,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self.meet(trainer)
         with warnings.catch_warnings(record=True) as caught:
             super().setup(trainer, pl_module, stage)
-        for each in caught:  # held back until on_train_start: if the run resumes, the directory may be full
+        for each in caught:  # held back until on_train_start: if the run resumes, the directory need not be empty
             if stage == "fit" and _NOT_EMPTY in str(each.message):
                 self._not_empty = each
             else:
@@ -796,7 +796,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def preemption(self) -> Preemption | None:
-        """What makes the run save and end; None if nothing does."""
+        """The signals, deadlines and notices on which the run saves and ends; None if there are none."""
         return self._preemption
 
     def save_before_end(self, trainer: Any, reason: str) -> None:
@@ -884,7 +884,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def auto_resume(self) -> AutoResume | None:
-        """What ``resume="auto"`` does; None without it."""
+        """The :class:`AutoResume` of this callback; None without ``resume="auto"``."""
         return self._auto
 
     def has_to_resume(self, trainer: Any, ckpt_path: Any) -> bool:
@@ -950,7 +950,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
                     announce(trainer, f"There is nothing to resume in {directory}: this run starts from the beginning.")
             return others
         if not found.path.startswith(f"{directory.rstrip('/')}/"):
-            return {found.path}  # saved for a requeue
+            return {found.path}  # it was saved for a requeue
         # If several callbacks have found one, the Trainer takes the newest by file date.
         if not is_local or len(trainer.checkpoint_callbacks) > 1:
             tell_of_checkpoint(trainer, found.path, found.modified if found.committed is None else found.committed)
@@ -994,7 +994,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint, as above; before training, the one that the newest checkpoint records."""
+        """Path of the best checkpoint, as for ``last``; before training, the one that the newest checkpoint records."""
         self._once_on_store(self._best_model_path)
         if self._best_model_path or self._has_trained or self.dirpath is None:
             return self._best_model_path

@@ -63,7 +63,7 @@ class Habit:
     def __init__(self, uses: Uses) -> None:
         self.longest: int | None = None  # the most so far; None as long as nothing was used
         self.ahead = 0  # how many more it takes before the first use in an iteration than before any later one
-        self._first = self._later = 0  # batches taken before the first use in this iteration, and the most before later
+        self._first = self._later = 0  # batches taken before this iteration's first use, and at most before a later one
         self.trained = False  # whether a batch was used in this process
         self.idles = False  # whether it went through a whole iteration without a use, such as to count the batches
         self._uses = uses

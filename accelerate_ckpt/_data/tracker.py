@@ -152,7 +152,7 @@ class InnerTracker(LoaderTracker):
     def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
         state = super().capture(mark, fetches)
         if self.workers == 0:
-            # a resume fetches the batch that was fetched ahead again, after which they are as they are now
+            # a resume fetches the batch that was fetched ahead again; after that, the generators are as they are now
             state["dataset_generators"] = state["carried"]["generators"] = self.carried.generators()
         return state
 
