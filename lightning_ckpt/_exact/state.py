@@ -509,10 +509,12 @@ class ExactState(Live):
         """Return this rank's buffers if they may differ from rank 0's, such as BatchNorm's statistics without DDP.
 
         DDP copies rank 0's buffers to all ranks before a forward pass, but not inside an open accumulation window
-        (``gradients`` are then not empty), nor after a validation, whose first forward pass has done so.
+        (``gradients`` are then not empty), nor under manual optimization after the first pass, nor after a validation,
+        whose first forward pass has done so.
         """
         model, module = self._trainer.strategy.model, self._trainer.lightning_module
-        is_synchronized = not gradients or getattr(model, "require_forward_param_sync", False)
+        begins_equal = not gradients and module.automatic_optimization
+        is_synchronized = begins_equal or getattr(model, "require_forward_param_sync", False)
         takes = getattr(model, "broadcast_buffers", False) and is_synchronized
         return {} if self._trainer.is_global_zero or takes else capture_buffers(module)
 

@@ -150,15 +150,22 @@ def test_killed_run_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("gradients", "takes", "is_saved"), [({}, False, False), ({"w": 1}, False, True), ({"w": 1}, True, False)]
+    ("gradients", "takes", "automatic", "is_saved"),
+    [
+        ({}, False, True, False),
+        ({"w": 1}, False, True, True),
+        ({"w": 1}, True, True, False),
+        ({}, False, False, True),
+        ({}, True, False, False),
+    ],
 )
 def test_a_rank_of_ddp_saves_its_buffers_only_where_they_may_be_others(
-    gradients: Any, takes: bool, is_saved: bool
+    gradients: Any, takes: bool, automatic: bool, is_saved: bool
 ) -> None:
     # torch says after a validation, too, that the next pass does not take over those of rank 0
     model = SimpleNamespace(broadcast_buffers=True, require_forward_param_sync=takes)
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(model=model), lightning_module=torch.nn.BatchNorm1d(2), is_global_zero=False
-    )
+    module = torch.nn.BatchNorm1d(2)
+    module.automatic_optimization = automatic
+    trainer = SimpleNamespace(strategy=SimpleNamespace(model=model), lightning_module=module, is_global_zero=False)
     found = ExactState._own_buffers(SimpleNamespace(_trainer=trainer), gradients)  # type: ignore[arg-type]
     assert ("running_mean" in found) == is_saved
