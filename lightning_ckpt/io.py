@@ -13,11 +13,12 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from ckpt_core.events import Listener
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
+from ckpt_core.process.awaited_paths import wait_for_saves
 from ckpt_core.small_states import wait_if_small
 from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._preemption import watch_boundaries
-from lightning_ckpt._private.hooks import before_setup
+from lightning_ckpt._private.hooks import before_loads_of_fabric, before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
 
 STATE_KEY = "lightning_ckpt"
@@ -34,12 +35,12 @@ class TorchFileIO(ReliableCheckpointIO):
         super().__init__(options)
         self._checkpointer = Checkpointer(**self._settings)
         self._told_about_callback = False
-        before_setup(_watch)
+        _listen()
         rehearse_if_asked()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        before_setup(_watch)  # a spawned process unpickles the plugin, and has no hooks yet
+        _listen()  # a spawned process unpickles the plugin, and has no hooks yet
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -122,6 +123,19 @@ class TorchFileIO(ReliableCheckpointIO):
                 "lightning_ckpt.ResumableCheckpoint to the Trainer's callbacks to have them saved too.",
                 stacklevel=2,
             )
+
+
+def _listen() -> None:
+    before_setup(_watch)
+    before_loads_of_fabric(_wait_with_all_ranks)
+
+
+def _wait_with_all_ranks(fabric: Any, path: StrPath) -> None:
+    """Let no rank read what rank 0 is still saving: it would find nothing, or the checkpoint before of that name."""
+    plugin = getattr(fabric.strategy, "_checkpoint_io", None)
+    if isinstance(plugin, TorchFileIO) and fabric.world_size > 1:
+        wait_for_saves(plugin.checkpointer.known_as(path))
+        fabric.barrier()
 
 
 def _watch(trainer: Any) -> None:

@@ -138,6 +138,18 @@ def before_saves_of_fabric(call: _Call) -> None:
             _call_first(sys.modules[package].Fabric, name, call, package)
 
 
+def before_loads_of_fabric(call: Callable[[Any, Any], None]) -> None:
+    """Let every Fabric call ``call(fabric, path)`` before ``load``, which all ranks call together."""
+
+    def load(original: Callable[..., Any], fabric: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        call(fabric, path)
+        return original(fabric, path, *args, **kwargs)
+
+    for base in CheckpointIOBase.__bases__:
+        package = base.__module__.partition(".plugins")[0]
+        _wrap_once(sys.modules[package].Fabric, "load", load, package, call)
+
+
 def _trainers() -> list[str]:
     return [base.__module__.partition(".callbacks")[0] for base in ModelCheckpointBase.__bases__]
 

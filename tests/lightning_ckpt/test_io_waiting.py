@@ -19,6 +19,7 @@ from ckpt_core import small_states
 from ckpt_core.errors import CheckpointNotFoundError, StorageError
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
+from tests.conftest import LIGHTNING, ScriptRunner
 
 SECONDS = 200.0
 
@@ -180,3 +181,34 @@ def test_a_server_that_knows_no_ranges_is_asked_for_the_file_once(tmp_path: Path
             thread.join()
     assert torch.equal(state["weight"], torch.arange(1000.0))
     assert downloads == ["/a.ckpt"]
+
+
+OVERWRITTEN = """
+import sys, time, torch
+from lightning.fabric import Fabric
+import ckpt_core.checkpointer as checkpointer_module
+from ckpt_core.storage import LocalStorage
+from lightning_ckpt import AsyncCheckpointIO
+
+class SlowStorage(LocalStorage):
+    def create(self, path, expected_size):
+        time.sleep(seconds)
+        return super().create(path, expected_size)
+
+checkpointer_module.storage_for = lambda *_: SlowStorage()
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[AsyncCheckpointIO()])
+fabric.launch()
+model = fabric.setup(torch.nn.Linear(300, 300))
+path = sys.argv[1] + "/best.ckpt"
+for seconds in (0, 1):
+    fabric.save(path, {"model": model, "seconds": seconds})
+assert fabric.load(path=path)["seconds"] == 1
+print("DONE")
+"""
+
+
+def test_each_rank_of_fabric_loads_what_was_saved_last_under_the_name(
+    fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    done = fork_script(OVERWRITTEN, tmp_path, modules=LIGHTNING, ranks=2)
+    assert done.stdout.count("DONE") == 2
