@@ -1,8 +1,7 @@
-"""The flight recorder: what each step of a training did, in a file that survives SIGKILL.
+"""The flight recorder: records each training step in a file that survives SIGKILL, and compares repeated steps.
 
-A resumed run does again what the interrupted one did after its last checkpoint. The recorder compares the two, step by
-step (``flight_recorder``), and says at the end of the repeated steps that they were equal, or at the first difference
-what differs.
+A resumed run repeats the steps that the interrupted run did after its last checkpoint. The recorder compares the two,
+step by step (``flight_recorder``), and reports that they were equal, or at the first difference what differs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a step is recognised by: 64-bit digests of its batch, of random generators and of a sample of the weights.
+"""Fingerprints of a step: 64-bit digests of its batch, of random generators (RNGs) and of a sample of the weights.
 
-A digest has to be the same in another process and must never wait for an accelerator. So tensors that are not in host
-memory count by dtype and shape alone, and objects of unknown classes by their class and the tensors in them: what else
-they hold (paths, times, identities) may differ where nothing is wrong. Of long lists and large graphs of objects, a
-sample counts, so that no batch takes long.
+A digest must be the same in another process and must never wait for an accelerator. So tensors outside of host memory
+count by dtype and shape alone, and objects of unknown classes by their class and the tensors in them: their other
+contents (paths, times, ids) may differ in an exact resume. Long lists and large graphs of objects are sampled, so that
+no batch takes long.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ckpt_core._devices.generators import current_device_generators
 from ckpt_core._devices.streams import LateCopy
 from ckpt_core.state.rng import RngState
 
-#: Larger tensors count by :data:`SAMPLED_WORDS` words of 8 bytes that are spread evenly over them.
+#: Larger tensors are represented by :data:`SAMPLED_WORDS` words of 8 bytes, spread evenly over them.
 WHOLE_BYTES = 2**20
 SAMPLED_WORDS = 2**13
 
 _DEPTH = 8
-_ITEMS = 2**10  # that are looked at in a batch, whatever it is: lists of a million numbers, graphs of objects
-_MT19937_WORDS = 624  # the words of the state, and after them the position in them
+_ITEMS = 2**10  # most items that are read in one batch, which may be a list of a million numbers
+_MT19937_WORDS = 624  # the words of the state; the position follows as one more word
 _WEIGHTS = 8
 _BUFFERS = 2
 _WEIGHT_BYTES = 1024
@@ -111,7 +111,7 @@ def _is_dense(tensor: torch.Tensor, dim: int, memory_format: torch.memory_format
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie in host memory, as they are."""
+    """Return whether the elements of a tensor lie in host memory, neither quantized nor conjugated nor negated."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
         return False
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
@@ -123,7 +123,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def _update_with(tensor: torch.Tensor, update: _Update) -> None:
-    # not Tensor.numpy(), after which nobody can resize the tensor any more
+    # not Tensor.numpy(), which makes the tensor's storage non-resizable
     size = tensor.nbytes
     if size:
         _update_with_memory((ctypes.c_char * size).from_address(tensor.data_ptr()), size, update)
@@ -132,7 +132,7 @@ def _update_with(tensor: torch.Tensor, update: _Update) -> None:
 def _update_with_memory(memory: Any, size: int, update: _Update) -> None:
     if size > WHOLE_BYTES:
         words = np.frombuffer(memory, np.uint64, size // 8)
-        # an odd stride does not stay in one column of a table
+        # an odd stride, so that samples of a table do not all fall into one column
         memory = np.ascontiguousarray(words[:: (words.size // SAMPLED_WORDS) | 1]).data
     update(memory)
 
@@ -143,12 +143,12 @@ def _add_array(array: np.ndarray[Any, Any], update: _Update) -> None:
         for item in array.reshape(-1)[:_ITEMS]:
             _add(item, update, 1, 1, is_data=True)
     elif array.size:
-        memory = array.ravel(order="K")  # a view wherever the memory has no gaps
+        memory = array.ravel(order="K")  # a view if the memory has no gaps
         _update_with_memory(memory.view(np.uint8).data, memory.nbytes, update)
 
 
 def digest_bytes(tensor: torch.Tensor) -> int:
-    """Return the digest of the bytes of a tensor of the host."""
+    """Return the digest of the bytes of a tensor in host memory."""
     return xxhash.xxh3_64_intdigest(tensor.numpy().data)
 
 
@@ -159,10 +159,10 @@ def digest_numbers(numbers: Iterable[float]) -> int:
 
 
 def digest_generators(rng: RngState | None = None) -> int:
-    """Return the digest of the global generators of this process.
+    """Return the digest of the global generators of this process, or of a captured state ``rng``.
 
-    The words of a Mersenne twister change all together, so some of them and the position stand for its state. Without
-    ``rng``, a capture, they are asked, which takes some 20 us.
+    The words of a Mersenne Twister all change together, so some of Python's and the position represent its state.
+    Without ``rng``, the generators are read, which takes some 20 us.
     """
     python = random.getstate() if rng is None else rng.python
     words = python[1]
@@ -182,7 +182,7 @@ def digest_generators(rng: RngState | None = None) -> int:
 
 
 def _numpy_words() -> bytes:
-    # get_state() would make a Python number of each word; that the state begins with these words is since NumPy 1.17
+    # get_state() would make a Python number of each word; the state begins with these words since NumPy 1.17
     generator = mtrand.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return b""
@@ -190,10 +190,11 @@ def _numpy_words() -> bytes:
 
 
 class WeightSample:
-    """Some elements of some parameters and buffers, spread over all of a module.
+    """A sample of elements of parameters and buffers, spread over a module.
 
-    They show in the first step what a loss shows in the second: a moment that was not loaded, a parameter that is no
-    longer trained. They must stay the same objects, whose contents may change; the module is not kept alive.
+    After the first repeated step, it shows what a loss shows only in the second: an optimizer moment that was not
+    loaded, or a parameter that is no longer trained. The tensors must remain the same objects, whose contents may
+    change. The module is not kept alive.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -203,26 +204,26 @@ class WeightSample:
         self._on_devices = [weakref.ref(tensor) for tensor in chosen if _is_on_device(tensor) and tensor.numel()]
 
     def digest(self) -> int | LateCopy | None:
-        """Return the digest of the sample as it is now, None if none of it is whole and dense.
+        """Return the digest of the present sample; None if none of it is whole and dense.
 
-        Of what is on an accelerator it is a copy that comes later, and only where kernels are asked to be
-        deterministic: else the bits of two runs differ anyway.
+        For tensors on an accelerator, return a copy that is available later, and only with deterministic algorithms:
+        otherwise the bits of two runs differ anyway.
         """
         found = _digest_of(reference() for reference in self._tensors)
         if found is not None or not self._on_devices or not torch.are_deterministic_algorithms_enabled():
             return found
         sample = [tensor for reference in self._on_devices if (tensor := reference()) is not None]
         with contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError), torch.no_grad():
-            # a device without pinned memory or events, or some tensors are on another one
+            # suppressed: the device has no pinned memory or events, or the tensors are on several devices
             return LateCopy(
                 torch.cat([tensor.detach().view(-1)[:_WEIGHT_NUMBERS].view(torch.uint8) for tensor in sample])
             )
         return None
 
     def digest_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
-        """Return the digest of the gradients that belong to the sample and to optimizers, None if there are none.
+        """Return the digest of the sample's gradients that ``optimizers`` use; None if there are none.
 
-        Others may be of old: nobody clears or uses them.
+        Gradients that no optimizer uses may be stale, because nothing clears them.
         """
         used = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         sampled = (reference() for reference in self._tensors)

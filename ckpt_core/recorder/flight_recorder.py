@@ -1,9 +1,9 @@
-"""Records the steps of one rank, and compares those that a resumed run repeats with those of the run before it.
+"""Record the steps of one rank, and compare those that a resumed run repeats with those of the interrupted run.
 
-A *branch* is a course of training. A run that begins has a new one. A resumed run is on the branch of its checkpoint as
-long as it repeats what that branch did, step by step, and continues it where the records end; at the first
-difference, or with nothing to compare, it has a branch of its own. So a record is only ever compared with one that came
-from the very state that was resumed, also after several resumes and after going back to an older checkpoint.
+A *branch* identifies one history of training. A new run begins a new branch. A resumed run is on the branch of its
+checkpoint as long as its steps equal the recorded ones, and continues that branch after the last record. At the first
+difference, or if there is nothing to compare, it begins a branch of its own. So a record is only compared with one that
+descends from the same state, also after several resumes and after going back to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 VERSION = 1
 _KEPT_IN_CHECKPOINTS = 8
 _WAITING_FOR_LOSS = 8
-# How far losses of kernels that are not deterministic are apart, relatively (the numbers of bfloat16 are up to 0.8 %
-# apart, and losses drift apart slowly), and those that are about 0.
+# Tolerances for losses of non-deterministic kernels: relative (adjacent bfloat16 numbers differ by up to 0.8 %, and
+# losses drift apart slowly), and absolute for losses of about 0.
 _NOISE, _LEAST_NOISE = 1e-2, 1e-4
 
 _USUAL_CAUSES = {
@@ -68,19 +68,19 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a resumed run has found about itself."""
+    """The result of comparing a resumed run's repeated steps with those of the interrupted run."""
 
     steps: int  # how many repeated steps were equal
-    differs: tuple[str, ...]  # what differed at the step after those, what comes first first; empty if all were equal
-    message: str  # the same in words
+    differs: tuple[str, ...]  # what differed at the step after those, in causal order; empty if all were equal
+    message: str  # the same as a text for users
     is_alarm: bool  # whether the user is to be warned
 
 
 class FlightRecorder:
     """Records the steps of one rank, in a local file or, without one, in checkpoints only.
 
-    ``tell`` is called once in a resumed run: at the end of the repeated steps, or at the first that differs.
-    ``compares_place`` says whether epoch and batch are the same wherever the training is.
+    ``tell`` is called with the verdict once in a resumed run: after the repeated steps, or at the first that differs.
+    ``compares_place`` is False if a resumed run may count epochs and batches differently, which then do not count.
 
     Example:
         >>> from ckpt_core.recorder import digest_batch
@@ -95,7 +95,7 @@ class FlightRecorder:
         self._tell = tell
         self._compares_place = compares_place
         self._last: collections.deque[Record] = collections.deque(maxlen=_KEPT_IN_CHECKPOINTS)
-        # with what of each has not come yet, by its name
+        # records, each with its values (by field name) that are still being copied from an accelerator
         self._waiting: collections.deque[tuple[Record, dict[str, LateCopy]]] = collections.deque()
         self._expected: dict[int, Record] = {}
         self._before: dict[int, Record] = {}
@@ -110,25 +110,25 @@ class FlightRecorder:
             self.open(path)
 
     def open(self, path: str) -> None:
-        """Record in another file from now on."""
+        """Close the file and record into the one at ``path`` from now on."""
         self.close()
         self._ring = Ring(path)
 
     # ---- resume ------------------------------------------------------------------------------------------------------
 
     def told(self) -> None:
-        """Note that the user has been told meanwhile that this resume is not exact."""
+        """Note that the user has already been warned that this resume is not exact."""
         self._is_said = True
 
     def repeats(self, number: int) -> bool:
-        """Return whether a step of that number, or a later one, is to be compared when it is repeated."""
+        """Return whether step ``number`` or a later one will be compared when it is repeated."""
         return self._resumes and any(other >= number for other in self._expected)
 
     def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool = False) -> None:
-        """Continue from a checkpoint: what is recorded from now on repeats what was recorded after it.
+        """Continue from a checkpoint: the next steps are compared with those recorded after it.
 
-        ``saved`` is what :meth:`capture` returned; None where there is nothing to compare with, such as another number
-        of ranks. ``known_inexact`` says whether the user was told already that this resume is not exact.
+        ``saved`` is what :meth:`capture` returned; None if there is nothing to compare with, as with a different number
+        of ranks. ``known_inexact`` is True if the user was already warned that this resume is not exact.
         """
         self._expected, self._before, self._equal, self._end = {}, {}, 0, None
         self._last.clear()
@@ -144,9 +144,9 @@ class FlightRecorder:
         self._expected = {record.number: record for record in found if record.branch == self.branch}
 
     def read_again(self, epoch: int, batch: int, data: int) -> bool | None:
-        """Compare a batch that was read again on the way to where the checkpoint is, by its digest.
+        """Compare the digest of a batch that was read again to get to the checkpoint's position in the data.
 
-        Returns whether it is the one that was handed out, None if the checkpoint does not know that one.
+        Returns whether it equals the batch of the interrupted run; None if the checkpoint has no record of that one.
         """
         for record in self._before.values():
             if (record.epoch, record.batch) == (epoch, batch) and record.data is not None:
@@ -172,12 +172,12 @@ class FlightRecorder:
         gradients: int | None = None,
         loss: torch.Tensor | float | None = None,
     ) -> None:
-        """Record one step. What is on an accelerator is copied when it is there, without waiting for it.
+        """Record one step. Values on an accelerator are copied asynchronously and completed when they have arrived.
 
-        ``number`` counts the steps of the training, those before a resume too; ``epoch`` and ``batch`` are as users
-        count. ``data`` is the digest of the batch, if it is known, ``generators`` that from before it was fetched,
-        ``rates`` that of the learning rates, of which ``rate`` is the first, ``weights`` that of a sample of the
-        weights after the step, ``gradients`` that of a sample of what an open accumulation window has added up.
+        ``number`` counts the steps of the training, including those before a resume; ``epoch`` and ``batch`` are as
+        users count. The digests are ``data``: of the batch, if it is known; ``generators``: before it was fetched;
+        ``rates``: of all learning rates (``rate`` is the first); ``weights``: of a sample after the step;
+        ``gradients``: of a sample of what an open accumulation window has added up.
         """
         now = time.perf_counter()
         value, late_loss = _value_of(loss)
@@ -229,7 +229,7 @@ class FlightRecorder:
 
     def _compare(self, record: Record) -> None:
         if self._end is None:
-            # the first step since the resume
+            # this is the first step after the resume
             self._expected = {n: other for n, other in self._expected.items() if n >= record.number}
             self._end = max(self._expected, default=-1)
             if self._end < record.number:
@@ -244,7 +244,7 @@ class FlightRecorder:
                 return
             self._equal += 1
             if record.loss is not None and other.loss is not None:
-                self._noise = max(self._noise, abs(record.loss - other.loss))  # NaN is not the larger one
+                self._noise = max(self._noise, abs(record.loss - other.loss))  # max() ignores NaN as second argument
         if record.number >= self._end:
             self._resumes = False
             self._say_equal()
@@ -282,13 +282,13 @@ class FlightRecorder:
     # ---- checkpoints and the end -------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the recorder, as numbers and a tensor."""
-        # of the last steps, the losses may still be on an accelerator; their batches are known
+        """Return the recorder's state for a checkpoint, as numbers and a tensor."""
+        # the losses of the last steps may still be on an accelerator, but the digests of their batches are known
         last = [*self._last, *(dataclasses.replace(record, branch=self.branch) for record, _ in self._waiting)]
         return {"version": VERSION, "branch": self.branch, "records": encode(last[-_KEPT_IN_CHECKPOINTS:])}
 
     def finish(self) -> None:
-        """Record what still waits for its loss, say what was compared, and close the file."""
+        """Wait for outstanding losses and record their steps, report the comparison, and close the file."""
         self._take_losses(wait=True)
         if self._resumes and self._end is not None:
             self._resumes = False
@@ -296,7 +296,7 @@ class FlightRecorder:
         self.close()
 
     def close(self) -> None:
-        """Close the file, which stays; what waits for its loss is dropped."""
+        """Close the file, which is kept; steps that still wait for their loss are dropped."""
         if self._ring is not None:
             self._ring.close()
 
@@ -304,9 +304,9 @@ class FlightRecorder:
 def say(
     verdict: Verdict, rank: int, directory: str, *, notify: Callable[[Event], None], announce: Callable[[str], None]
 ) -> None:
-    """Tell listeners and the user what the resumed run of a directory has found about itself on a rank.
+    """Report the verdict of one rank: as an event to ``notify``, in the log, and on rank 0 as a warning or a line.
 
-    ``announce`` prints a line on rank 0, which is also the one that warns.
+    ``announce`` prints a line on rank 0 if nothing differs. ``directory`` is that of the checkpoints.
     """
     differs, message = list(verdict.differs), verdict.message
     notify(ResumeCompared(path=directory, rank=rank, steps=verdict.steps, differs=differs, message=message))
@@ -319,7 +319,7 @@ def say(
 
 
 def rates_of(optimizers: Iterable[Any]) -> dict[str, Any]:
-    """Return what :meth:`FlightRecorder.record` takes of learning rates; those on an accelerator are left out."""
+    """Return the ``rates`` and ``rate`` for :meth:`FlightRecorder.record`, without rates on an accelerator."""
     found = (group.get("lr", 0.0) for optimizer in optimizers for group in optimizer.param_groups)
     rates = [float(rate) for rate in found if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"]
     return {"rates": digest_numbers(rates), "rate": rates[0] if rates else 0.0}
@@ -330,7 +330,7 @@ def _new_branch() -> int:
 
 
 def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ...]:
-    """Return what differs of what both records have, in the order in which a step comes by it."""
+    """Return which fields that both records have differ, in the order in which a step uses them."""
     if place and (record.epoch, record.batch, record.step) != (other.epoch, other.batch, other.step):
         return ("position",)
     is_noisy = record.is_noisy or other.is_noisy
@@ -338,7 +338,7 @@ def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ..
     for name in ("generators", "data", "rates", "loss", "weights", "gradients"):
         mine, theirs = getattr(record, name), getattr(other, name)
         if mine is None or theirs is None or (is_noisy and name in ("weights", "gradients")):
-            continue  # digests do not say by how much noise they differ
+            continue  # digests cannot show whether the difference is only noise
         if name != "loss":
             is_same = mine == theirs
         elif is_noisy:
@@ -351,7 +351,7 @@ def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ..
     return tuple(found)
 
 
-# What a record has of what has come, by its name.
+# By field of a record: converts the tensor that has arrived from an accelerator.
 _TAKEN: dict[str, Callable[[torch.Tensor], Any]] = {"loss": float, "weights": digest_bytes}
 
 

@@ -1,8 +1,8 @@
-"""The file of a flight recorder: one record of fixed size for each step, the last ones of a rank.
+"""The file of a flight recorder: a ring buffer with one record of fixed size for each of a rank's last steps.
 
-Each record is one ``pwrite`` into the page cache, where it outlives the process, SIGKILL included; it is not forced to
-the disk. (A memory map would be no faster, and a full disk or a truncated file would end the training with SIGBUS.) A
-record carries a check of its own, so a torn one, or one of another program, is not there.
+Each record is one ``pwrite`` into the page cache, where it outlives the process, even after SIGKILL; it is not synced
+to disk. (A memory map would be no faster, and a full disk or a truncated file would end the training with SIGBUS.) Each
+record has a checksum, so a torn record, or one of another program, is ignored.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _HAS = {"data": 1, "generators": 2, "rates": 4, "weights": 8, "loss": 16, "gradi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """One step."""
+    """The record of one step."""
 
-    branch: int  # which course of training it belongs to: runs that have been seen to do the same have the same number
-    number: int  # counts the steps of a training, those before a resume too
-    epoch: int  # this and the next two: where the training was, as its framework counts
+    branch: int  # the history of training that it belongs to; a resumed run with equal steps keeps it
+    number: int  # counts the steps of a training, including those before a resume
+    epoch: int  # this and the next two: the position of the training, as its framework counts
     batch: int
     step: int
     data: int | None = None  # digest of the batch
     generators: int | None = None  # digest of the random generators before the batch was fetched
     rates: int | None = None  # digest of the learning rates
     weights: int | None = None  # digest of a sample of the weights after the step
-    gradients: int | None = None  # digest of a sample of the gradients, where the optimizer has not used them yet
+    gradients: int | None = None  # digest of a sample of the gradients, if the optimizer has not used them yet
     loss: float | None = None
     is_noisy: bool = False  # whether the loss comes from a device whose kernels were not asked to be deterministic
-    rate: float = 0.0  # the first of the learning rates, for people
+    rate: float = 0.0  # the first learning rate, to be shown
     seconds: float = 0.0  # duration of the step
     time: float = 0.0  # Unix time at its end
 
@@ -76,7 +76,7 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes) -> Record | None:
-        """Undo :meth:`pack`; None for what is no whole record."""
+        """Undo :meth:`pack`; return None if the data is no intact record."""
         body = data[: _SIZE - _CHECK.size]
         if len(data) != _SIZE or _CHECK.pack(xxhash.xxh3_64_intdigest(body)) != data[len(body) :]:
             return None
@@ -103,22 +103,22 @@ class Record:
 
 
 def encode(records: Iterable[Record]) -> torch.Tensor:
-    """Return records as bytes, for a checkpoint."""
+    """Return records as a tensor of bytes, for a checkpoint."""
     return torch.frombuffer(bytearray(b"".join(record.pack() for record in records) or b"\0"), dtype=torch.uint8)
 
 
 def decode(data: bytes) -> list[Record]:
-    """Return the whole records in the bytes of a file or of :func:`encode`, in the order in which they lie there."""
+    """Return the intact records in the bytes of a file or of :func:`encode`, in the order of the bytes."""
     found = [Record.unpack(data[at : at + _SIZE]) for at in range(0, len(data) - _SIZE + 1, _SIZE)]
     return [record for record in found if record is not None]
 
 
 def record_path(directory: str, rank: int, what: str = "flight") -> str:
-    """Return the file in which a rank records the training whose checkpoints are in a local directory.
+    """Return the path of the file in which a rank records the training with checkpoints in a local directory.
 
-    It lies beside the directory, because scripts list that one and take what they find for checkpoints; in it only if
-    it is the working directory, or if what is beside it is another file system, which may not survive the machine, or
-    cannot be written.
+    The file is next to the directory, because scripts list the directory and take all files in it for checkpoints. It
+    is inside only if the directory is the working directory, or if its parent is on another file system, which may not
+    survive the machine, or is not writable.
     """
     directory = os.path.abspath(directory)
     parent, name = os.path.split(directory)
@@ -132,10 +132,10 @@ def record_path(directory: str, rank: int, what: str = "flight") -> str:
 
 
 class Ring:
-    """The file of one rank; does nothing where it cannot be written, or another process is writing into it.
+    """The record file of one rank; does nothing if it cannot be written, or if another process is writing to it.
 
-    It is made, with its directory, for the first record: a program that only saves or loads finds no file of ours among
-    its own.
+    It is created, with its directory, at the first record, so a program that only saves or loads finds no such file
+    among its own.
     """
 
     def __init__(self, path: str) -> None:
@@ -154,13 +154,13 @@ class Ring:
             self._give_up(error)
 
     def _lock(self) -> None:
-        # a lock that forked data loading workers do not inherit: they may outlive a killed training by some seconds
+        # a POSIX lock: forked data loading workers, which may outlive a killed run by some seconds, do not inherit it
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise  # another process records here
-            # a file system without locks
+                raise  # another process records into this file
+            # otherwise the file system has no locks
 
     def _give_up(self, error: OSError) -> None:
         log.info(
@@ -169,7 +169,7 @@ class Ring:
         self.close()
 
     def read(self) -> list[Record]:
-        """Return the whole records of the file."""
+        """Return the intact records of the file."""
         if self._descriptor is None:
             return []
         try:
@@ -179,7 +179,7 @@ class Ring:
             return []
 
     def write(self, record: Record) -> None:
-        """Put a record in the place of the one :data:`CAPACITY` steps before it."""
+        """Write a record over the one of :data:`CAPACITY` steps before."""
         if self._descriptor is None and not self._is_closed:
             self._open()
         if self._descriptor is None:
@@ -190,7 +190,7 @@ class Ring:
             self._give_up(error)
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file, which is kept."""
         descriptor, self._descriptor = self._descriptor, None
         self._is_closed = True
         if descriptor is not None:

@@ -1,9 +1,8 @@
-"""Rehearsal: a script of a user is trained, resumed in fresh processes, and compared with itself, step by step.
+"""Rehearsal: runs a user's script uninterrupted and resumed in fresh processes, and compares the two step by step.
 
-No list of captured things is complete, because users write Python. ``plan``: what one process of a rehearsal does.
-``notes``: what the plugins in it note of each step. ``comparing``: how two runs differ. ``samples``: whether other
-ranks continue an epoch with each of its samples once. ``running``: starts the processes. ``result``: the findings in
-words.
+No list of captured state is complete for arbitrary Python code. ``plan``: what one process of a rehearsal does.
+``notes``: what the plugins record of each step. ``comparing``: how two runs differ. ``samples``: whether a different
+number of ranks continues an epoch with each sample once. ``running``: starts the processes. ``result``: the report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In what two runs differ, by their notes: for each subject the first step, and the keys."""
+"""Compare the notes of two runs: for each subject, find the first step at which they differ, and the keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-#: What is compared, in the order in which a step comes by it, as people call it.
+#: The subjects that are compared, in the order in which a step uses them, with their names in the report.
 SUBJECTS = {
     "position": "place in the data",
     "generators": "random generators",
@@ -24,11 +24,11 @@ SUBJECTS = {
     "data sets": "attributes of datasets",
     "attributes": "attributes",
 }
-#: What may be other in any two processes, such as times, where nothing is wrong.
+#: Subjects that may hold values which differ in any two processes, such as times, although nothing is wrong.
 TOLD = ("logged", "callbacks", "attributes", "data sets", "objects")
-#: What a difference at the same step may come from.
+#: Subjects that may be the cause of another subject's difference at the same step.
 EXPLAIN = ("callbacks", "attributes", "data sets", "objects")
-#: What explains a difference without being one.
+#: The subject whose differences are no findings, but may explain one.
 HINTS = "variables"
 _ABSENT = "absent"
 
@@ -37,14 +37,14 @@ Steps = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What of one subject differs, at the first step at which something does.
+    """The keys of one subject that differ, at the first step with a difference.
 
     Attributes:
         subject: One of the names in ``SUBJECTS``.
-        rank: The rank that has noted it.
-        number: Of the step, as the notes count.
-        place: The step for people.
-        keys: For each key that differs there, what the uninterrupted run had and what the resumed one has.
+        rank: The rank whose notes these are.
+        number: The number of the step, as the notes count.
+        place: A text that describes the step.
+        keys: For each key that differs there, the value of the uninterrupted run and that of the resumed run.
     """
 
     subject: str
@@ -64,11 +64,11 @@ def compare(
     but: Collection[str] = (),
     already: Collection[str] = (),
 ) -> list[Difference]:
-    """Return the first difference of each subject, the earliest first, of the steps of two runs, by number.
+    """Return the first difference of each subject between the steps of two runs, the earliest first.
 
-    ``after`` is the number of the last step before the save, ``rank`` whose notes these are. ``ignore`` has patterns of
-    ``subject:key`` that are not compared, ``but`` such themselves, and ``already`` what the first step may have from
-    before the save.
+    ``after`` is the number of the last step before the save, ``rank`` the rank whose notes these are. Not compared are
+    ``subject:key`` that match a pattern in ``ignore`` or are in ``but``. Those in ``already`` may be absent in the
+    resumed run's first step, because the uninterrupted run has them from before the save.
     """
     numbers = sorted(int(number) for number in expected if int(number) > after)
     differences: dict[str, Difference] = {}
@@ -94,9 +94,9 @@ def compare(
 
 
 def hints(expected: Steps, found: Steps, number: int) -> dict[str, tuple[str, str]]:
-    """Return variables of the script that differ at a step and that training changes; numbers before everything else.
+    """Return the script's variables that differ at a step and that training changes; plain values before digests.
 
-    That they differ is no difference by itself: a script that resumes has other arguments.
+    They are no differences by themselves, because a script that resumes has different arguments.
     """
     theirs, mine = expected.get(str(number), {}).get(HINTS, {}), found.get(str(number), {}).get(HINTS, {})
     changing = {
@@ -116,7 +116,7 @@ def _is_ignored(name: str, patterns: Collection[str], names: Collection[str]) ->
 
 
 def place_of(step: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return where a step is, for people."""
+    """Return a text that describes a step."""
     position = dict(step.get("position", {}))
     shown = f"step {position.pop('step', '?')}"
     others: Sequence[str] = [f"{name} {value}" for name, value in position.items()]

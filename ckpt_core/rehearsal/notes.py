@@ -1,7 +1,7 @@
-"""What a process of a rehearsal writes down of each step: one short text for each key of the state.
+"""Record the state of each step in a process of a rehearsal: one short text for each key.
 
-Numbers are written as they are, so that people can read what differs; everything else as a digest. Unlike the flight
-recorder, a rehearsal may wait for the device and read all that there is.
+Numbers are recorded as they are, so that users can read what differs; everything else as a digest. Unlike the flight
+recorder, a rehearsal may wait for the device and read the whole state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 class Notes:
-    """The notes of one rank, by the plan of this process."""
+    """The notes of one rank in a process of a rehearsal, which :meth:`write` saves for the comparison."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._path = os.path.join(plan.directory, f"rank-{rank}.json")
@@ -50,7 +50,7 @@ class Notes:
         self._resumed = False
         self._drawn = Drawn()
         self._handed: dict[int, list[tuple[int, list[str]]]] = {}
-        self._last = self._trained = 0  # loaders
+        self._last = self._trained = 0  # ids of loaders
         self._drops = False
         self._listen()
 
@@ -65,9 +65,9 @@ class Notes:
         warnings.showwarning = listen
 
     def take(self, number: int, state: State) -> None:
-        """Write down a step: in ``state`` is everything that two runs are compared in, by subject, values by key.
+        """Note a step. ``state`` has everything that is compared between two runs: by subject, values by key.
 
-        ``number`` counts the steps of the training, those before a resume too.
+        ``number`` counts the steps of the training, including those before a resume.
         """
         self._steps[str(number)] = {
             subject: {key: described(value, whole=subject not in _SAMPLED) for key, value in values.items()}
@@ -75,45 +75,45 @@ class Notes:
         }
 
     def define(self, subject: str, places: list[str]) -> None:
-        """Note in which files the code is that a subject depends on."""
+        """Note the ``places`` of the user's code (class, file and line) that a subject depends on."""
         self._where[subject] = list(dict.fromkeys([*self._where.get(subject, []), *places]))
 
     @property
     def handed(self) -> int:
-        """How many batches of the loader that is trained on were handed out."""
+        """How many batches the training loader has handed out."""
         return len(self._handed.get(self._trained, ()))
 
     def hand_out(self, epoch: int, loader: Any, batch: Mapping[str, Any], count: int = 1) -> None:
-        """Note the samples of a batch of an epoch, for which the loader has drawn ``count`` batches of its own."""
+        """Note the samples of a batch of an epoch, which the loader has made from ``count`` batches of indices."""
         self._last = id(loader)
         self._handed.setdefault(id(loader), []).append((epoch, self._drawn.of_batch(loader, batch, described, count)))
         self._drops |= any(getattr(one, "drop_last", False) for one in (loader, getattr(loader, "sampler", None)))
 
     def trains(self) -> None:
-        """The script trains on the batch that was handed out last: its loader, if it is the first, is followed."""
+        """Note that the script trains on the last batch; the loader of the first such batch is the training loader."""
         self._trained = self._trained or self._last
 
     def saved(
         self, point: str, path: str, number: int, place: str, already: Sequence[str] = (), handed: int | None = None
     ) -> None:
-        """Note a checkpoint: why it was saved, where, and after which step (``place`` is for people).
+        """Note a checkpoint: why it was saved, its path, and the number and description (``place``) of the step before.
 
-        ``already`` has ``subject:key`` of what the next step has from before the save, and a resumed run has not.
+        ``already`` has ``subject:key`` of values that the next step has from before the save and a resumed run lacks.
         """
         handed = self.handed if handed is None else handed
         saved = {"point": point, "path": path, "number": number, "place": place, "already": [*already]}
         self._saved.append({**saved, "handed": handed})
 
     def missed(self, points: list[str]) -> None:
-        """Note points that did not occur."""
+        """Note the points at which nothing was saved because they did not occur."""
         self._missed = points
 
     def resumed(self) -> None:
-        """Note that the script has resumed from the checkpoint that it was to resume from."""
+        """Note that the script has resumed from the checkpoint in the plan."""
         self._resumed = True
 
     def write(self) -> None:
-        """Write the file, at once whole."""
+        """Write the file atomically."""
         found = {
             "steps": self._steps,
             "where": self._where,
@@ -129,7 +129,7 @@ class Notes:
         os.replace(f"{self._path}.part", self._path)
 
     def leave(self) -> None:
-        """Write the file and end the process: nothing that the script does after its training is done."""
+        """Write the file and end the process, so that the script does not run any code after its training."""
         self.write()
         for child in multiprocessing.active_children():
             child.terminate()
@@ -142,7 +142,7 @@ class Notes:
 def described(value: Any, *, whole: bool = True) -> str:
     """Return a short text that is the same in every process for the same bits.
 
-    Of objects of unknown classes, their class counts. Unless ``whole``, a sample of a large tensor is read.
+    Objects of unknown classes are described by their class. Unless ``whole``, large tensors are sampled.
 
     Example:
         >>> described(0.5), described("a" * 100) == described("a" * 100)
@@ -172,7 +172,7 @@ def _of_tensor(tensor: torch.Tensor) -> str:
 
 
 def generators_of(owners: Iterable[Any] = ()) -> dict[str, Any]:
-    """Return the state of each global generator of this process, and of those that some objects hold, by name."""
+    """Return the states of the global generators of this process, and of generators in ``owners``, by name."""
     state = RngState.capture()
     found: dict[str, Any] = {"random": str(state.python), "torch": state.torch_cpu}
     found["numpy.random"] = str([np.asarray(part).tolist() for part in state.numpy[1:]])
@@ -186,7 +186,7 @@ def generators_of(owners: Iterable[Any] = ()) -> dict[str, Any]:
 
 
 def optimizers_of(optimizers: Iterable[Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the groups and the state of optimizers, by the names of their parameters, whose ``id`` ``names`` has."""
+    """Return the groups and the state of optimizers, by parameter names, which ``names`` has by the ``id``."""
     found: dict[str, Any] = {}
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
@@ -199,12 +199,12 @@ def optimizers_of(optimizers: Iterable[Any], names: Mapping[int, str]) -> dict[s
 
 
 def states_of(named: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    """Return all that is in the ``state_dict`` of some objects, by their names."""
+    """Return all values in the ``state_dict`` of some objects, by the objects' names."""
     return {f"{name}.{key}": value for name, each in named for key, value in leaves(each.state_dict())}
 
 
 def plain_of(owners: Iterable[Any]) -> dict[str, Any]:
-    """Return the plain attributes of some objects, by their classes."""
+    """Return the plain attributes of some objects, by the objects' classes."""
     return {f"{n}.{k}": value for n, owner in labelled(owners) for k, value in PlainState(owner).values().items()}
 
 
@@ -212,10 +212,10 @@ def plain_of(owners: Iterable[Any]) -> dict[str, Any]:
 
 
 def defined_at(thing: Any) -> str | None:
-    """Return the name of the class of an object, or of a function, with file and line; None if no user wrote it."""
+    """Return the name of an object's class, or of a function, with file and line; None if it is not the user's."""
     while isinstance(thing, functools.partial):
         thing = thing.func
-    thing = thing.__func__ if isinstance(thing, types.MethodType) else thing  # whose object must not be kept
+    thing = thing.__func__ if isinstance(thing, types.MethodType) else thing  # place_of caches it: not its object
     code = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
     file, line = place_of(code) or ("", 0)
     if not is_users_file(file):
@@ -226,7 +226,7 @@ def defined_at(thing: Any) -> str | None:
 
 
 def labelled(things: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return objects with the name of their class or function, and a number from the second of a name on."""
+    """Return objects with the name of their class or function; from the second object of a name on with a number."""
     found: dict[str, Any] = {}
     for thing in things:
         name = getattr(thing, "__name__", None) or type(thing).__name__
@@ -236,7 +236,7 @@ def labelled(things: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def classes_of(*things: Any, depth: int = 3) -> list[str]:
-    """Return :func:`defined_at` of objects and of those that they hold in their attributes and lists."""
+    """Return :func:`defined_at` for objects and for those in their attributes and lists."""
     found: list[str] = []
     seen: set[int] = set()
 
@@ -257,10 +257,9 @@ def classes_of(*things: Any, depth: int = 3) -> list[str]:
 
 
 def script_variables() -> dict[str, Any]:
-    """Return plain variables of the script: of its modules, and of the functions that are running in it.
+    """Return the plain variables of the script: globals of its modules and local variables of its running functions.
 
-    They tell where a difference comes from; that they differ is no difference of the training: a script that resumes
-    has other arguments than one that does not.
+    They may explain a difference, but are none themselves, because a script that resumes has different arguments.
     """
     found: dict[str, Any] = {}
     for scope, values in _scopes():

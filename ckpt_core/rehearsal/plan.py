@@ -1,4 +1,4 @@
-"""The plan of one process of a rehearsal, passed in an environment variable, so that the script stays as it is."""
+"""The plan of one process of a rehearsal, passed in an environment variable, so that the script needs no changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 
 from ckpt_core.options import REHEARSAL_VARIABLE
 
-#: Where a rehearsal saves, unless steps are given.
+#: The points at which a rehearsal saves, unless steps are given.
 POINTS = ("middle", "epoch-end", "accumulation", "validation")
 
 _LONG = 60
@@ -17,20 +17,20 @@ _SHORT = 30
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one process does."""
+    """The instructions for one process of a rehearsal."""
 
-    directory: str  # where its notes go
-    checkpoints: str  # where the checkpoints of the script's own go, in the place of those that it names
-    saves: str  # where those of the rehearsal go
+    directory: str  # for its notes
+    checkpoints: str  # directory for the script's own checkpoints, instead of the one that the script names
+    saves: str  # directory for the rehearsal's checkpoints
     at: tuple[int, ...] = ()  # optimizer steps after which to save
     points: tuple[str, ...] = ()  # names of other points at which to save, of POINTS
-    only_points: bool = False  # whether these were asked for, so that checkpoints of the script's own are no points
-    # After how many optimizer steps to end; None: a little after the second epoch if that is short.
+    only_points: bool = False  # whether the user named the points, so that the script's own checkpoints are none
+    # Number of optimizer steps after which to end; None: a little after the second epoch if that is short.
     steps: int | None = None
     resume: str | None = None  # the checkpoint to resume from; None trains from the beginning
-    ranks: int | None = None  # how many other ranks continue the epoch, until its end; what they train is not compared
-    by_script: bool = False  # whether the script itself asked for it, by an option of the training to be rehearsed
-    until: int | None = None  # number of the last step to take notes of, in a run that is compared with another one
+    ranks: int | None = None  # a different number of ranks, which only finish the epoch; their steps are not compared
+    by_script: bool = False  # whether the script requested the rehearsal, by an option of the training to be rehearsed
+    until: int | None = None  # number of the last step to note, in a run that is compared with another one
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that pass the plan to a process."""
@@ -46,9 +46,9 @@ class Plan:
         return cls(**{**told, "at": tuple(told["at"]), "points": tuple(told["points"])})
 
     def batches(self, per_epoch: int | None, window: int) -> int | None:
-        """Return after how many batches to end, None if that is counted in steps.
+        """Return the number of batches after which to end; None if ``steps`` is given instead.
 
-        An epoch has ``per_epoch`` batches, if that is known, an optimizer step ``window`` of them.
+        An epoch has ``per_epoch`` batches (None: unknown), and an optimizer step uses ``window`` batches.
         """
         if self.steps is not None:
             return None

@@ -1,4 +1,4 @@
-"""What a rehearsal has found: a table, what differs, where that is defined and what to do."""
+"""The result of a rehearsal, and its report: a table, what differs, where that is defined and what to do."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _LOST = {
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """One resume, compared with the run that was not interrupted.
+    """One resume, compared with the uninterrupted run.
 
     Attributes:
-        point: Why it was saved there: ``"middle"``, ``"epoch-end"``, ...
-        place: Where that is.
+        point: The point at which the checkpoint was saved: ``"middle"``, ``"epoch-end"``, ...
+        place: A text that describes the step before the save.
         steps: How many steps were compared.
         differences: The first of each subject, the earliest first; empty if the resume was exact.
         hints: Variables of the script that differ at the first difference.
         where: By subject, the classes and functions that it depends on, with file and line.
-        said: What the resumed run itself has warned of.
+        said: Warnings of the resumed run itself.
         failure: The end of its output, if it has failed.
-        ranks: How many ranks resumed, if not as many as had saved; then nothing but the samples is compared.
-        samples: What became of the samples of the epoch that these continued.
-        problem: What is wrong with that.
+        ranks: How many ranks resumed, if not as many as had saved; then only the samples are compared.
+        samples: How the resumed ranks handed out the samples of the epoch, as a cell of the table.
+        problem: Samples that were lost or repeated; None if there are none.
     """
 
     point: str
@@ -76,21 +76,21 @@ class Resumed:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it ended with the same bits; of other ranks, whether each sample was handed out once."""
+        """Whether all compared steps were equal; with a different number of ranks, whether each sample came once."""
         return not self.differences and self.failure is None and self.problem is None
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a rehearsal has found.
+    """The result of a rehearsal.
 
     Attributes:
-        command: What was run.
-        steps: Steps of the run that was not interrupted.
-        subjects: What was compared.
+        command: The command that was run.
+        steps: Number of steps of the uninterrupted run.
+        subjects: The subjects that were compared.
         resumes: The resumes.
         missed: Points that did not occur.
-        repeats: ``subject:key`` in which two resumes from the same checkpoint differ; None if that was not asked.
+        repeats: ``subject:key`` in which two resumes from the same checkpoint differ; None if this was not tested.
     """
 
     command: Sequence[str]
@@ -106,7 +106,7 @@ class Result:
         return all(resumed.is_exact for resumed in self.resumes)
 
     def text(self) -> str:
-        """Return the table, and below it what differs, where it is defined and what to do."""
+        """Return the report: the table, and below it what differs, where it is defined and what to do."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Runs a script without interruption and resumed, and compares what should be one run."""
+"""Run a user's script once uninterrupted and once resumed from each save, and compare the runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckpt_core.rehearsal.samples import judge
 _RANK = re.compile(r"rank-(\d+)\.json$")
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10
-# A process that waits for the end of the one that rehearses, however that ends, and does what `_end` does in it.
+# Code of a process that ends the script like `_end` when the rehearsing process has died, also by SIGKILL.
 _GUARD = """
 import os, signal, sys, time
 told = sys.stdin.read().split()
@@ -39,12 +39,12 @@ if told and told[-1] != "over":
     finally:
         os.killpg(int(told[0]), signal.SIGKILL)
 """
-#: Points after which all that was handed out has been trained on; an open window of accumulation is begun again.
+#: Points at which all batches handed out have been trained on; an open accumulation window would be begun again.
 _SHARED = ("middle", "epoch-end", "step", "save_state")
 
 
 class CannotRehearseError(CheckpointError):
-    """The script cannot be rehearsed: it fails by itself, or trains without our plugins."""
+    """The script cannot be rehearsed: it fails without being interrupted, or trains without our plugins."""
 
 
 def rehearse(
@@ -63,34 +63,34 @@ def rehearse(
     by_script: bool = False,
     announce: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Train with a command, resume it in fresh processes, and compare.
+    """Train with a command, resume it in fresh processes, and compare the runs.
 
     Args:
-        command: The words that start the training; the script uses one of our plugins. ``{dir}`` in one is replaced by
-            a directory for what the script itself writes.
+        command: The words of the command that starts the training; the script uses one of our plugins. ``{dir}`` in a
+            word is replaced by a directory for files that the script itself writes.
         at: Optimizer steps after which to save.
         points: Other points at which to save, of :data:`ckpt_core.rehearsal.POINTS`; None: all of them, unless ``at``
             is given.
         steps: How many optimizer steps to train; None: a little more than two epochs if that is short, else 30.
-        resume_arguments: Additional arguments of a resumed run, by which the script knows that it resumes;
-            ``{checkpoint}`` is replaced by the path, ``{ranks}`` by the number of ranks.
-        ranks: Other numbers of ranks that resume, too, from the middle and the end of an epoch and train to the end of
-            theirs: whether each sample is handed out once.
+        resume_arguments: Additional arguments of a resumed run, which make the script resume; ``{checkpoint}`` is
+            replaced by the path, ``{ranks}`` by the number of ranks.
+        ranks: Other numbers of ranks that also resume, from the middle and the end of an epoch, and train to its end,
+            to check whether each sample is handed out once.
         ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.
-        directory: Where checkpoints, notes and the output of all processes go, and stay; None: a temporary directory.
-        env: Variables in addition to those of this process.
+        directory: A directory for checkpoints, notes and output of all processes, which stays; None: a temporary one.
+        env: Environment variables in addition to those of this process.
         cwd: Working directory of the processes.
         timeout: Seconds that one process may take.
-        by_script: Whether an option of a training in the script asks for it, so that no other one is rehearsed.
-        announce: Called with a line for people before each process.
+        by_script: Whether an option of a training in the script requests this, so that only that training is rehearsed.
+        announce: Called with a line to be shown before each process starts.
 
     Returns:
-        What was found.
+        The comparison of all resumes with the uninterrupted run.
 
     Raises:
         CannotRehearseError: The script fails without being interrupted, takes longer than ``timeout``, does not train
             with one of our plugins, or nothing was saved.
-        ValueError: A point or step that there cannot be.
+        ValueError: A point, step or number of ranks is not valid.
     """
     names = tuple(points) if points is not None else () if at else POINTS
     unknown = [name for name in names if name not in POINTS]
@@ -112,7 +112,7 @@ def rehearse(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What one run has left: its notes by rank."""
+    """The output of one run: its notes by rank, and a message if it has failed."""
 
     ranks: Mapping[int, Mapping[str, Any]]
     failure: str | None
@@ -133,7 +133,7 @@ class _Runs:
     cwd: str | os.PathLike[str] | None
     timeout: float | None
     by_script: bool
-    ranks: int = 1  # of the run without interruption
+    ranks: int = 1  # number of ranks of the uninterrupted run
 
     def start(self, name: str, *, resume: str | None = None, until: int | None = None, **planned: Any) -> _Run:
         directory = os.path.join(self.root, name)
@@ -186,7 +186,7 @@ class _Runs:
 
 
 def _with_ranks(words: list[str], ranks: int) -> list[str]:
-    """Return a command with another number of processes of its launcher, if it has one that is known."""
+    """Return a command with its launcher's number of processes set, if it has a launcher that is known."""
     for place, word in enumerate(words):
         if os.path.basename(word) in ("torchrun", "torch.distributed.run"):
             names: tuple[str, ...] = ("--nproc-per-node", "--nproc_per_node")
@@ -205,13 +205,13 @@ def _with_ranks(words: list[str], ranks: int) -> list[str]:
 
 @contextlib.contextmanager
 def _guard() -> Iterator[Callable[[int], None]]:
-    """Have the process whose id is given end with this one, also where this one is killed with SIGKILL."""
+    """Yield a function that makes the process with a given id end with this one, even if this one gets SIGKILL."""
     words = [sys.executable, "-I", "-S", "-c", _GUARD, str(_GRACE_SECONDS)]
     kept = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(words, stdin=subprocess.PIPE, **kept) as process:  # type: ignore[call-overload]
 
         def tell(text: str) -> None:
-            with contextlib.suppress(BrokenPipeError):  # somebody has ended it
+            with contextlib.suppress(BrokenPipeError):  # the guard process has been killed
                 process.stdin.write(f"{text}\n".encode())
                 process.stdin.flush()
 
@@ -222,7 +222,7 @@ def _guard() -> Iterator[Callable[[int], None]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group: a launcher is asked first, so that it ends its ranks."""
+    """End a process and its group; SIGTERM comes first, so that a launcher can end its ranks."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -286,7 +286,7 @@ class _Comparison:
         return run, self._judge(saved, run)
 
     def _resume_by(self, ranks: int, index: int) -> Resumed:
-        """Let another number of ranks continue the epoch of a save."""
+        """Resume from a save with a different number of ranks, and check the samples of the epoch."""
         saved = self._whole.first["saved"][index]
         self._announce(f"resuming with {ranks} ranks from {saved['place']} ({saved['point']})")
         run = self._runs.start(f"{ranks}-ranks-{saved['point']}-{saved['number']}", resume=saved["path"], ranks=ranks)
@@ -374,6 +374,6 @@ class _Comparison:
         )
 
     def _harmless(self) -> set[str]:
-        """Return what tells of a run and is another in each process, such as times, where all else is the same."""
+        """Return keys that differ in each process, such as times; nothing if other subjects than ``TOLD`` do, too."""
         repeats = self._repeats or frozenset()
         return set(repeats) if all(name.partition(":")[0] in TOLD for name in repeats) else set()

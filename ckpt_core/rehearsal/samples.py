@@ -1,7 +1,7 @@
-"""Which samples a run hands out, and whether ranks of another number continue an epoch with each of them once.
+"""Track which samples a run hands out, and check that an elastic resume hands out each sample of the epoch once.
 
-With another number of ranks, every batch is another one, so that no step can be compared. What can be is the epoch:
-what was handed out before the save, and by all ranks after it, is what an epoch without interruption hands out.
+With a different number of ranks, every batch differs, so no steps can be compared, but the epoch can: the samples
+before the save and those of all ranks after it must be those of an uninterrupted epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNKNOWN = "?"
 
 
 class Drawn:
-    """Knows the indices of the batches that loaders of this process hand out, in the order in which they draw them."""
+    """Records the indices of batches in the order in which the loaders of this process draw them."""
 
     def __init__(self) -> None:
         self._ahead: dict[int, tuple[Any, collections.deque[Any]]] = {}
@@ -42,9 +42,9 @@ class Drawn:
         iterators._next_index = note  # type: ignore[method-assign]
 
     def of_batch(self, loader: Any, batch: Mapping[str, Any], described: Callable[[Any], str], count: int) -> list[str]:
-        """Return what tells the samples of the batch that is handed out now: indices, or else a digest of each.
+        """Return texts that identify the samples of the batch being handed out: their indices, or else their digests.
 
-        ``batch`` has the parts by name; the loader has drawn for ``count`` batches of its own to make it.
+        ``batch`` has the parts by name; the loader has drawn ``count`` batches of indices to make it.
         """
         batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
         _, ahead = self._ahead.get(id(sampler if batches is None else batches), (None, None))
@@ -62,18 +62,17 @@ def _contents(batch: Mapping[str, Any], described: Callable[[Any], str]) -> list
     return [f"#{' '.join(described(part[row]) for part in parts)}" for row in range(rows)]
 
 
-#: For each batch of a rank: its pass, and its samples.
+#: For each batch of a rank: the number of its epoch, and its samples.
 Handed = Sequence[tuple[Any, Sequence[str]]]
 
 
 def judge(
     whole: Sequence[Handed], before: Sequence[int], resumed: Sequence[Handed], *, drops: bool
 ) -> tuple[str, str | None]:
-    """Return what became of the samples of the epoch that others have continued, and what is wrong with it.
+    """Return how the resumed ranks handed out the samples of the epoch, and the problem with that, if there is one.
 
-    ``whole`` has what each rank was handed out without interruption, ``before`` how many batches of these before the
-    save, and ``resumed`` what each of the other ranks was handed out. With ``drops``, what makes no whole batch is left
-    out.
+    ``whole`` has the batches of each rank of the uninterrupted run, ``before`` how many of these came before the save,
+    and ``resumed`` the batches of each resumed rank. With ``drops``, samples that do not fill a batch are left out.
     """
     passes = list(dict.fromkeys(number for number, _ in whole[0]))
     if len(passes) < 2:
@@ -97,12 +96,12 @@ def judge(
     row = len(resumed) * max(len(samples) for rank in continued for samples in rank)
     by_itself = collections.Counter(key for rank in epoch for samples in rank[:-1] for key in samples)
     is_unique = max(by_itself.values(), default=1) == 1
-    if is_unique:  # what the last batches have again makes the ranks even
+    if is_unique:  # samples that the last batches repeat only give all ranks equally many
         expected = collections.Counter(dict.fromkeys(expected, 1))
     elif not any(key.startswith("#") for key in expected):
         return "not known", "an epoch repeats some samples by itself (its sampler draws with replacement?)"
     again, lost = times - expected, expected - times
-    if drops:  # others than in that epoch
+    if drops:  # the left out samples need not be those that the uninterrupted epoch left out
         again, left_out = times - collections.Counter(dict.fromkeys(times, 1)), expected.total() - len(times)
         lost = lost if left_out >= row else collections.Counter()
     is_made_even = is_unique and not lost and again.total() < row and max(early.values(), default=1) == 1
