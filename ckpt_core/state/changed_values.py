@@ -39,7 +39,7 @@ OF_A_PROCESS = "_generator_pid"
 _NO_STATE = ("cache", "state_dict", OF_A_PROCESS)
 _NOT_FILLED = ("scratch", "buf", "tmp", "temp", "workspace")  # perhaps uninitialized memory, which differs by process
 _KEPT_ITEMS, _KEPT_BYTES = 1 << 14, 1 << 20
-_FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # items that a tensor on a device counts as, because copying it waits for that
+_FOR_ONE_OF_A_DEVICE = _KEPT_ITEMS >> 6  # a tensor on a device counts as so many items: copying it takes a wait
 _EXACT = (list, tuple, set, frozenset, dict, deque)
 _FILLED = (defaultdict, Counter, OrderedDict)  # only the script can create one; a restore fills it in place
 _SCALARS = (bool, int, str, type(None))
@@ -261,7 +261,7 @@ class PlainState:
     def has_opened(self, found: Found, *, kinds: tuple[type, ...] = ()) -> bool:
         """Return whether a flag or text, or a value of ``kinds``, may describe a resource that its object has opened.
 
-        That is an open file, or another object that is not plain, where there was none. It exists in this process only.
+        A resource is an open file or another object that is not plain, where there was none; other processes lack it.
         """
         return type(found.value) in (*self._TELLS_WHAT_IS_OPEN, *kinds) and self._has_opened(found.holder)
 
@@ -366,7 +366,7 @@ class PlainState:
             value = _decode(saved["value"], saved.get("device"))
             found = places.get(path)
             if found is not None:
-                # a copy on a device has not been read, so fingerprints cannot be compared
+                # a fingerprint need not reflect the numbers of a tensor on a device, so equal ones prove nothing
                 if "device" not in saved and fingerprint(found.value) == fingerprint(value):
                     continue
                 in_place = saved["in_place"] or saved.get("only_filled", False)
@@ -452,7 +452,7 @@ def _is_plain_or_draws(value: object) -> bool:
 
 
 def small(value: Any, *, is_kept: bool = False, waits: bool = True) -> dict[str, Any] | None:
-    """Encode a number, or a container of numbers, for :meth:`PlainState.restore`; None if it is large or holds others.
+    """Encode a number, or a container of numbers only, for :meth:`PlainState.restore`; None for other or large values.
 
     With ``is_kept``, the script is known to keep it for a while: larger tensors, arrays and more items are accepted,
     but containers of tensors on a device only with ``waits``.

@@ -151,7 +151,7 @@ class EpochShare:
     drop_last: bool  # whether an incomplete batch at the end is left out
     replicas: int  # number of ranks that share the rest
     rank: int  # the number of this rank
-    # Whether samples at the end that do not suffice for all ranks are left out, instead of repeating some samples.
+    # Whether samples at the end that do not suffice for one per rank are left out, instead of some being repeated.
     even: bool
 
     @property

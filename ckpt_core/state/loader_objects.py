@@ -72,7 +72,7 @@ class Carried:
             self.look()
         for name, owner in self._owners.items() if states else ():
             for found in reach(owner):
-                # a collator of transformers (5.24) compares it with its process to see if its generator is of that
+                # by this pid, a collator of transformers (5.24) sees that its generator is of the current process
                 of = found.path.removesuffix(OF_A_PROCESS)
                 if of != found.path and f"{name}:{of}generator".removeprefix(":") in states:
                     found.put(os.getpid())

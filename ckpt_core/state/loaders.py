@@ -92,7 +92,7 @@ class LoaderMark:
 
 
 class FetchHistory(Generic[Moment]):
-    """The moments before the last fetches of a pass, because a resumed run fetches again what a loop had fetched ahead.
+    """The moments before the last fetches of a pass, which a resumed run needs to fetch again what was fetched ahead.
 
     ``draws_while_reading`` is True if one of the first two fetches of a pass has drawn from the generators of this
     process. Reading again then draws at a different moment than the first time.
@@ -137,7 +137,7 @@ def has_no_dataset_state(state: Any) -> bool:
 
 
 def _copied(state: Any) -> Any:
-    """Return a copy of a state, as far as it is dictionaries, because its object may change them."""
+    """Return a copy of a state's nested dictionaries, because the state's object may change them."""
     return {key: _copied(value) for key, value in state.items()} if type(state) is dict else state
 
 
@@ -340,7 +340,7 @@ class LoaderTracker:
         return self._reads_on(self._pass())
 
     def _reads_on(self, of: SamplerPass | None) -> bool:
-        """Return whether the batches of a pass, if there were any, came from an iterator that is not of this pass."""
+        """Return whether the batches of a pass, if there were any, came from an iterator of a different pass."""
         return self.method == "skip" and _drawn(of) == 0 and not self.alive
 
     def mark(self) -> LoaderMark:
@@ -425,7 +425,7 @@ class LoaderTracker:
         return self._resumed_workers[worker] if worker < len(self._resumed_workers) else None
 
     def _state_between_passes(self) -> dict[str, Any] | None:
-        """Return the loader's own state, if its next pass depends on it."""
+        """Return the loader's own state if its next pass depends on it, else None."""
         is_known = self._is_of_litdata or _is_of("streaming.", self.loader)
         if self.method != "load" or (not is_known and self.workers and not self.persistent):
             return None
@@ -442,7 +442,7 @@ class LoaderTracker:
             state["length"] = len(self.loader)
         state["batch_size"] = getattr(self.loader, "batch_size", None)
         if self.sampler is not None:
-            # the script's sampler, also while the rest of an epoch is divided among a different number of ranks
+            # describe the script's sampler, also while the rest of an epoch is divided among other ranks
             state["sampler"] = describe_sampler(vars(self.sampler).get("source", self.sampler.inner))
             state["generators"] = self.sampler.generators()
             state["counters"] = self.sampler.counters()

@@ -273,7 +273,7 @@ class Variables:
         for key, now in found.items():
             first = self._first.get(key)
             if now.kind == CODE and not (first or "").startswith(OF_CODE):
-                continue  # a function or class that was made when it was needed
+                continue  # there was no function or class at first: it was created when it was needed
             if first is not None and first != now.mark and now.is_live:
                 touched = self._of_pass.get(key) != now.mark
                 in_place = isinstance(now.value, CONTAINERS) and self._ids.get(key) == id(now.value)
@@ -308,7 +308,7 @@ class Variables:
 
     @_harmless
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Start over from a loaded checkpoint: the next batch compares the variables with those ``saved`` in it."""
+        """Start over from a loaded checkpoint: at the next batch, variables are compared with those ``saved`` in it."""
         self._saved = saved if saved.get("values") or saved.get("iterators") else {}
         self._first, self._ids, self._trained, self._lost, self._passes, self._anew = {}, {}, False, None, 0, set()
         self._at_load = {key: one.mark for key, one in self._found().items()} if self._saved else {}
@@ -449,7 +449,7 @@ class Variables:
             for name, value in variables:
                 if frame is None and len(found) > _MOST_GLOBAL:
                     break
-                # a variable that is passed to another function and not read here again is inspected there
+                # a variable that was passed to a function and is not read here again is inspected in that function
                 is_other = frame in elsewhere
                 is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
                 is_none = bool(NO_STATE.search(name)) and not isinstance(value, dict)
@@ -461,7 +461,7 @@ class Variables:
 
 
 def are_kept(values: Sequence[tuple[Kinds, str, Any]]) -> list[bool]:
-    """Return which attributes carry state: each step does not just set them again, and they are not only logged.
+    """Return which attributes carry state: they are neither set from scratch in each step nor only printed or logged.
 
     Args:
         values: Class of the object (or with it that of its part which has the attribute), path of the attribute, value.
@@ -492,7 +492,7 @@ def setters_of(values: Sequence[tuple[Kinds, str, Any]]) -> list[set[str]]:
 
 
 def are_set_by_hooks(values: Sequence[tuple[Kinds, str, Any]], *, but: Collection[str]) -> list[bool]:
-    """Return which attributes (``values`` as in :func:`are_kept`) hooks, ``but`` some, set again, and not to a time."""
+    """Return which attributes (``values`` as in :func:`are_kept`) hooks other than ``but`` set, and not to a time."""
     source, names = _named_in_source(values)
     kept = are_kept(values)  # an attribute that is computed from its old value is reported if it is lost
     return [
@@ -591,7 +591,7 @@ def is_done_with(holder: object, name: str, *, others: int) -> bool:
     return False
 
 
-# by holder, if a search of all objects of the process found other users of its object: how many references there were
+# by holder: the number of references at which a search of all objects found other users, so as not to search again
 _had_by_others: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
@@ -640,7 +640,7 @@ def _sets(method: object, name: str, *, in_place: bool) -> bool:
 
 
 def _is_made_once(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
-    """Return whether the variable is None now and the source creates it only when it is needed."""
+    """Return whether the variable is None now, and the source creates its value only when it is needed."""
     if source is None or held.value is not None or held.kind != VALUE or not noted[0]:
         return False
     return source.is_made_once(source.names_of(held.path, held.code)[-1]) and _decides(source, held, noted)

@@ -89,7 +89,7 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def set_by_libraries(kind: Any) -> frozenset[str]:
-    """Return the names of the attributes that methods set which a class inherits from libraries."""
+    """Return the names of the attributes that a class's methods from libraries set."""
     return frozenset().union(*map(_set_by_methods, filter(is_library, kind.__mro__)))
 
 
@@ -111,7 +111,7 @@ def stored_by(code: types.CodeType, opcode: int) -> set[str]:
 
 
 def shared_value(value: Any, most: int = _SAMPLE) -> Any:
-    """Return the number in shared memory behind an object of ``multiprocessing`` or ctypes, or the first ``most``."""
+    """Return the number in an object of ``multiprocessing`` or ctypes, or the first ``most`` numbers of an array."""
     # read without its lock, which a dead process may still hold
     inner: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
     return list(inner[:most]) if isinstance(inner, ctypes.Array) else inner.value

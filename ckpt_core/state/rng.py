@@ -86,7 +86,7 @@ class RngState:
         return cls(random.getstate(), _numpy_state(), torch.get_rng_state(), capture_device_generators())
 
     def restore(self) -> None:
-        """Set the global generators; those of accelerators only for devices that exist now, too.
+        """Set the global generators; those of accelerators only for devices that both runs have.
 
         The current device continues with the generator of the device that was current in the saved run, even if their
         numbers differ.

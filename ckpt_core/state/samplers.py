@@ -165,8 +165,8 @@ class RecordingSampler(Forwarding):
 
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
         """Go back to a captured moment, with or without the global generators."""
-        # An integer that drawing changes and that was not captured had its initial value then. The script itself may
-        # have set it to a later one.
+        # An integer that drawing changes, but that the moment does not have, had its initial value then. The script may
+        # have changed it since.
         began = {path: value for path, value in self._initial.items() if path in self.moved}
         restore_counters(self.drawn_from(), {**began, **moment.counters})
         self.plain.restore(moment.values)

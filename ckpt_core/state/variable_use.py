@@ -69,7 +69,7 @@ class Source:
         files: Paths of source files.
         running: File name, name and first line of each running function, whose loops are under way.
         waits: Whether running functions wait for the training to end: what they read, they read after it.
-        of_loops: Whether numbers that the script only adds to (the step it began at), or saves by, decide nothing.
+        of_loops: Whether a number that the script only adds to another one, or saves by, decides nothing.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Source:
             if part.startswith(CELL):  # a closure's variable: it is not known which function defines it
                 end = part.replace(CELL, ":")
                 alike = sorted(n for n in self._reader.stored if n.count(":") == 2 and n.endswith(end))
-                # functions whose steps set a variable of this name again cannot be where this value comes from
+                # a function that sets its variable of this name from scratch in each step cannot have kept this value
                 kept = [n for n in alike if self.keeps(n, 0.0)]
                 names.append(next((n for n in kept if self.decides(n)), [*kept, *alike, part][0]))
             else:
@@ -136,7 +136,7 @@ class Source:
         return is_state or not self._is_readable or name not in reader.set_by_steps or name in reader.keeps
 
     def begins_anew(self, name: str, first: str) -> bool:
-        """Return whether it is reset unconditionally, outside its owner's creation, to the value of mark ``first``."""
+        """Return whether it is always reset to the value of mark ``first``, other than when its owner is created."""
         found = [(to, by) for to, by, is_sure in self._reader.resets.get(name, ()) if is_sure]
         return any(to in (first, _ANY) and (by is None or by in self._reader.called) for to, by in found)
 
@@ -889,7 +889,7 @@ def _kind(node: ast.AST, of_loops: bool) -> str:
 
 
 def is_live(name: str, frame: types.FrameType) -> bool:
-    """Return whether a variable may be read after the frame's current instruction before it is written again.
+    """Return whether a variable may be read after the frame's current instruction, before it is next written.
 
     If the frame is waiting for the next item of a loop, the loop is assumed to have one.
     """

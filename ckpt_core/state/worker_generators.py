@@ -81,7 +81,7 @@ class WorkerRngLog:
 
 
 def pack_carried(carried: Carried, room: int | None = None) -> bytes:
-    """Return the generators of objects as bytes after their length, or only a mark if these exceed ``room``."""
+    """Return the generators as bytes, preceded by their number of bytes; only a mark if they exceed ``room``."""
     if not carried.has_generators:
         return b""
     buffer = io.BytesIO()
@@ -92,7 +92,7 @@ def pack_carried(carried: Carried, room: int | None = None) -> bytes:
 
 
 def pack_counts(counts: Mapping[str, Counts], room: int) -> bytes:
-    """Return the numbers that objects have changed as bytes after their length; nothing if these exceed ``room``."""
+    """Return the changed numbers as bytes, preceded by their number of bytes; nothing if they exceed ``room``."""
     numbers = {name: found for name, of in counts.items() if (found := of.numbers())}
     if not numbers:
         return b""
@@ -114,7 +114,7 @@ def unpack_carried(packed: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def has_lost_carried(recorded: torch.Tensor, here: Carried) -> bool:
-    """Return whether a worker's record lacks generators, because it has none of those ``here`` or had no room."""
+    """Return whether a worker's record lacks generators: it has none although ``here`` has, or had no room for them."""
     carried = recorded[PACKED_RNG_BYTES:].numpy().tobytes()
     return here.has_generators if not carried else _LENGTH.unpack_from(carried)[0] == _TOO_LONG
 
