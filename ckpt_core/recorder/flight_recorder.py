@@ -71,7 +71,7 @@ class Verdict:
     """The result of comparing a resumed run's repeated steps with those of the interrupted run."""
 
     steps: int  # how many repeated steps were equal
-    differs: tuple[str, ...]  # what differed at the step after those, in causal order; empty if all were equal
+    differs: tuple[str, ...]  # what differed at the next step, in the order a step uses it; empty if all were equal
     message: str  # the same as a text for users
     is_alarm: bool  # whether the user is to be warned
 
@@ -80,7 +80,7 @@ class FlightRecorder:
     """Records the steps of one rank, in a local file or, without one, in checkpoints only.
 
     ``tell`` is called with the verdict once in a resumed run: after the repeated steps, or at the first that differs.
-    ``compares_place`` is False if a resumed run may count epochs and batches differently, which then do not count.
+    With ``compares_place``, epoch and batch are compared, too: a resumed run must count them as the first run did.
 
     Example:
         >>> from ckpt_core.recorder import digest_batch
@@ -330,7 +330,7 @@ def _new_branch() -> int:
 
 
 def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ...]:
-    """Return which fields that both records have differ, in the order in which a step uses them."""
+    """Return which of the fields that both records have differ, in the order in which a step uses them."""
     if place and (record.epoch, record.batch, record.step) != (other.epoch, other.batch, other.step):
         return ("position",)
     is_noisy = record.is_noisy or other.is_noisy

@@ -117,8 +117,8 @@ def record_path(directory: str, rank: int, what: str = "flight") -> str:
     """Return the path of the file in which a rank records the training with checkpoints in a local directory.
 
     The file is next to the directory, because scripts list the directory and take all files in it for checkpoints. It
-    is inside only if the directory is the working directory, or if its parent is on another file system, which may not
-    survive the machine, or is not writable.
+    is inside only if the directory is the working directory, or if the parent directory is not writable or on another
+    file system, which may not survive the machine.
     """
     directory = os.path.abspath(directory)
     parent, name = os.path.split(directory)

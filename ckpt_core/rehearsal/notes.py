@@ -186,7 +186,7 @@ def generators_of(owners: Iterable[Any] = ()) -> dict[str, Any]:
 
 
 def optimizers_of(optimizers: Iterable[Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the groups and the state of optimizers, by parameter names, which ``names`` has by the ``id``."""
+    """Return the groups and the state of optimizers by parameter name; ``names`` has the name for a parameter's id."""
     found: dict[str, Any] = {}
     for number, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):

@@ -59,7 +59,7 @@ class Resumed:
         failure: The end of its output, if it has failed.
         ranks: How many ranks resumed, if not as many as had saved; then only the samples are compared.
         samples: How the resumed ranks handed out the samples of the epoch, as a cell of the table.
-        problem: Samples that were lost or repeated; None if there are none.
+        problem: What is wrong with that, such as samples that were lost; None if nothing is.
     """
 
     point: str

@@ -26,7 +26,7 @@ from ckpt_core.rehearsal.samples import judge
 _RANK = re.compile(r"rank-(\d+)\.json$")
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10
-# Code of a process that ends the script like `_end` when the rehearsing process has died, also by SIGKILL.
+# Code of a process that ends the script like `_end` does, when the rehearsing process has died, even of SIGKILL.
 _GUARD = """
 import os, signal, sys, time
 told = sys.stdin.read().split()
@@ -374,6 +374,6 @@ class _Comparison:
         )
 
     def _harmless(self) -> set[str]:
-        """Return keys that differ in each process, such as times; nothing if other subjects than ``TOLD`` do, too."""
+        """Return keys that differ in each process, such as times, if all of them are of the subjects in ``TOLD``."""
         repeats = self._repeats or frozenset()
         return set(repeats) if all(name.partition(":")[0] in TOLD for name in repeats) else set()

@@ -96,12 +96,12 @@ def judge(
     row = len(resumed) * max(len(samples) for rank in continued for samples in rank)
     by_itself = collections.Counter(key for rank in epoch for samples in rank[:-1] for key in samples)
     is_unique = max(by_itself.values(), default=1) == 1
-    if is_unique:  # samples that the last batches repeat only give all ranks equally many
+    if is_unique:  # samples are repeated only in the last batches, to give all ranks equally many
         expected = collections.Counter(dict.fromkeys(expected, 1))
     elif not any(key.startswith("#") for key in expected):
         return "not known", "an epoch repeats some samples by itself (its sampler draws with replacement?)"
     again, lost = times - expected, expected - times
-    if drops:  # the left out samples need not be those that the uninterrupted epoch left out
+    if drops:  # the left-out samples need not be those of the uninterrupted epoch
         again, left_out = times - collections.Counter(dict.fromkeys(times, 1)), expected.total() - len(times)
         lost = lost if left_out >= row else collections.Counter()
     is_made_even = is_unique and not lost and again.total() < row and max(early.values(), default=1) == 1
