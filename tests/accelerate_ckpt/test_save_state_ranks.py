@@ -95,6 +95,8 @@ def test_a_save_on_one_rank_alone_is_an_error_that_says_what_to_do(
 ) -> None:
     body = """
         import time
+        from tests.support.ranks import answer_patiently
+        answer_patiently()
         over = Path(saved + "-over")
         has_failed = lambda event: type(event).__name__ == "SaveFailed" and over.touch()
         accelerator = attach(Accelerator(), strategy, commit_timeout=2, listeners=[has_failed])
@@ -188,7 +190,11 @@ def test_a_rank_that_has_missed_a_save_is_not_mixed_into_it(ranks: Ranks, tmp_pa
 
 def test_ranks_may_differ_in_steps_where_accelerate_lets_them(ranks: Ranks, tmp_path: Path) -> None:
     body = (
-        LARGE
+        """
+    from tests.support.ranks import answer_patiently
+    answer_patiently()
+"""
+        + LARGE
         + """
     if joined:
         with accelerator.join_uneven_inputs([]):

@@ -19,7 +19,7 @@ from ckpt_core import DirectoryCheckpointer, Kind, OutOfMemoryError, Part, Stora
 from ckpt_core.events import SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from ckpt_core.tiers import Tiers
-from tests.support.ranks import Ranks, seconds_of
+from tests.support.ranks import Ranks, answer_patiently, seconds_of
 
 SIZE = 3_000_000  # floats: several windows
 
@@ -411,6 +411,7 @@ def work(rank, group):
         seconds_of(failed)
     found["pending"] = pending
     short_of_memory.close(raises=False)
+    answer_patiently()
     short = make(commit_timeout=1.0)
     if rank == 0:
         found["alone"] = both(short, parts(rank, 1), "run/b")
