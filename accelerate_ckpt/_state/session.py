@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import functools
 import itertools
@@ -79,9 +78,11 @@ class Session:
         self.saving = False  # whether the script is inside `save_state`
         self.uneven = not accelerator.even_batches  # whether ranks may have taken different numbers of steps
         self.deferred: list[str] = []
-        self._steps_before = 0
-        self._steps: collections.Counter[int] = collections.Counter()
-        self._used: dict[int, int] = {}  # by optimizer: after how many backward passes it has stepped last
+        self._steps_before = self._most_steps = 0
+        # By the optimizers themselves: the number of one that is gone may be that of another one, on some ranks only
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # By optimizer: after how many backward passes it has stepped last
+        self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._has_reserved = False
         self.has_tried_to_save = False  # whether refuse_unwritable has checked that the run can save
         self._backward_seen = False
@@ -275,7 +276,7 @@ class Session:
         elif is_sharded(accelerator):
             return None
         else:
-            stepped = [one for one in accelerator._optimizers if self._used.get(id(one), -1) == self.backwards]
+            stepped = [one for one in accelerator._optimizers if self._used.get(one, -1) == self.backwards]
             used = {id(p) for one in stepped for group in one.param_groups for p in group["params"]}
         found = [
             capture_gradients(((n, p) for n, p in model.named_parameters() if id(p) not in used), copies=copies)
@@ -291,11 +292,11 @@ class Session:
     @property
     def step(self) -> int:
         """Steps that the run has taken, including those before a resume, of the optimizer that has taken the most."""
-        return self._steps_before + max(self._steps.values(), default=0)
+        return self._steps_before + self._most_steps
 
     @step.setter
     def step(self, steps: int) -> None:
-        self._steps_before = steps
+        self._steps_before, self._most_steps = steps, 0
         self._steps.clear()
 
     def note_resumed(self, point: ResumePoint) -> None:
@@ -378,13 +379,14 @@ class Session:
     def optimizer_stepped(self, optimizer: Any) -> None:
         """Note that an optimizer used its gradients; raise a failure of a background save, on every rank."""
         self.window_open = False
-        self._steps[id(optimizer)] += 1
-        self._used[id(optimizer)] = self.backwards
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._most_steps = max(self._most_steps, self._steps[optimizer])
+        self._used[optimizer] = self.backwards
         self.variables.trains()
         if self.recording is not None:
             self.recording.stepped(optimizer, self.step)
         self.report.stepped(self.checkpointer, self.resumed, self._directory)
-        if not self._has_reserved and all(self._steps[id(item)] for item in self.accelerator._optimizers):
+        if not self._has_reserved and all(item in self._steps for item in self.accelerator._optimizers):
             self._has_reserved = True
             self.checkpointer.reserve(
                 self.accelerator._models, [item.optimizer for item in self.accelerator._optimizers]

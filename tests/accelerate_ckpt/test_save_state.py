@@ -24,6 +24,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from accelerate_ckpt import attach
+from accelerate_ckpt._state import session as session_module
 from accelerate_ckpt._state.session import session_of
 from ckpt_core.cli import main
 from ckpt_core.errors import (
@@ -212,6 +213,18 @@ def test_several_models_optimizers_and_objects(tmp_path: Path) -> None:
     for one, two in zip(saved, loaded, strict=True):
         assert_same(one.state_dict(), two.state_dict())
     assert [item.count for item in loaded[4:6]] == [3, 4]
+
+
+def test_an_optimizer_does_not_count_the_steps_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else ranks disagree about their step where a later one lies in its place, which is chance."""
+    monkeypatch.setattr(session_module, "id", lambda _: 1, raising=False)
+    accelerator: Any = attach(Accelerator(), strategy="sync")
+    for steps, expected in [(4, 4), (1, 4), (6, 6)]:
+        optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+        for _ in range(steps):
+            optimizer.step()
+        assert session_of(accelerator).step == expected  # type: ignore[union-attr]
+        accelerator.free_memory()
 
 
 def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
