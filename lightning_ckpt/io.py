@@ -19,6 +19,7 @@ from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.hooks import before_loads_of_fabric, before_setup
+from lightning_ckpt._private.loops import given_to
 from lightning_ckpt._rehearsing import rehearse_if_asked
 
 STATE_KEY = "lightning_ckpt"
@@ -132,8 +133,8 @@ def _listen() -> None:
 
 def _wait_with_all_ranks(fabric: Any, path: StrPath) -> None:
     """Let no rank read what rank 0 is still saving: it would find nothing, or the checkpoint before of that name."""
-    plugin = getattr(fabric.strategy, "_checkpoint_io", None)
-    if isinstance(plugin, TorchFileIO) and fabric.world_size > 1:
+    plugin = next((candidate for candidate in given_to(fabric) if isinstance(candidate, TorchFileIO)), None)
+    if plugin is not None and fabric.world_size > 1:
         wait_for_saves(plugin.checkpointer.known_as(path))
         fabric.barrier()
 
