@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        """Return the form of a tensor: the usual one for subclasses and layouts other than strided."""
+        """Return a tensor's form: the usual one unless it is plain and strided; ``requires_grad`` only for leaves."""
         kind = type(tensor)
         if kind not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
             return USUAL
