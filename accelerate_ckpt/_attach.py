@@ -217,7 +217,7 @@ def _end_training(original: Any, accelerator: Any) -> None:
         drain(raised=False, tell_trackers=True)  # for all Accelerators: the process group is theirs too
         for session in live_sessions():
             session.variables.ends()
-            session.ended_as_told()
+            session.note_clean_end()
     finally:
         unprotect()
         close_sessions()

@@ -153,7 +153,7 @@ class Recording:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def lies_in(self, path: str, rank: int, saved: Mapping[str, Any] | None = None) -> None:
+    def set_directory(self, path: str, rank: int, saved: Mapping[str, Any] | None = None) -> None:
         """Note the path of a checkpoint: the record file is in the directory of the first one.
 
         ``saved`` is the recorder's state in it, if the run resumes from it: the run that saved it may have recorded to

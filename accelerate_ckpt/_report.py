@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ckpt_core import DirectoryCheckpointer
 from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted, rank_of_process
 from ckpt_core.options import CheckpointerOptions
-from ckpt_core.process.console import beside_bars
+from ckpt_core.process.console import progress_bars_cleared
 from ckpt_core.resume import ResumePoint
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _open: list[RunReport] = []  # kept beyond their Accelerators, because a script 
 
 def announce(message: str) -> None:
     """Print a line: through logging if the script has configured it, otherwise to standard error."""
-    with beside_bars(log):
+    with progress_bars_cleared(log):
         if log.hasHandlers():
             log.info("%s", message)
         elif sys.stderr is not None:  # with None, print would write to standard output

@@ -92,7 +92,7 @@ class CheckpointerBase:
         if self._tiered is not None and uploads:
             self._uploader = Uploader(self._tiered, on_error=on_error, listeners=tuple(listeners))
             self._listeners.append(self._uploader)
-        self._told_of_pins: set[str] = set()
+        self._warned_pins: set[str] = set()
         self._pipeline = Pipeline(
             strategy=strategy,
             max_pending=max_pending,
@@ -281,8 +281,8 @@ class CheckpointerBase:
     def _is_pinned(self, path: str) -> bool:
         if not is_pinned(path, self._to_read(path)):
             return False
-        if path not in self._told_of_pins:
-            self._told_of_pins.add(path)
+        if path not in self._warned_pins:
+            self._warned_pins.add(path)
             logger.info("kept the checkpoint %s, which is pinned: ckpt drop unpins it", path)
         return True
 

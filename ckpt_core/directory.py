@@ -25,7 +25,7 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener
 from ckpt_core.option_checks import check_options, check_seconds, check_switch, instance_of, or_none
 from ckpt_core.paths import StrPath
-from ckpt_core.process.threads import do_through
+from ckpt_core.process.threads import do_uninterrupted
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
 from ckpt_core.tiers import DAMAGE, TieredStorage, Tiers
@@ -327,9 +327,9 @@ class DirectoryCheckpointer(CheckpointerBase):
             raise
         except BaseException as error:  # Ctrl-C on this rank: tell the other ranks, which would wait for its part
             left_out = functools.partial(self._pipeline.leave_out, share(), error, waited=has_waited)
-            do_through(functools.partial(left_out, limit=self._max_pending))
+            do_uninterrupted(functools.partial(left_out, limit=self._max_pending))
             raise
-        self._pipeline.queue.raise_late(self._max_pending)
+        self._pipeline.queue.raise_failure_of_other_rank(self._max_pending)
         return size
 
     def refuse(self, path: StrPath, error: Exception, **about: Any) -> None:
@@ -396,7 +396,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 nothing = DirectoryState([], {}, None, None, slice_replicated=False)
                 begin = functools.partial(self._unchanged.begin, self._storage_for(path), path)
                 share = DirectorySave(nothing, begin, path, self._pipeline, open_joint(), self._plans)
-                do_through(functools.partial(self._pipeline.leave_out, share, error, waited=False, limit=limit))
+                do_uninterrupted(functools.partial(self._pipeline.leave_out, share, error, waited=False, limit=limit))
                 raise
         with self._pipeline.attempt(path):
             joint = open_joint()
@@ -416,7 +416,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 return copy_directory(storage, find, path, joint, is_alone=is_alone)
 
             self._pipeline.copy(original, path, act, started=started)
-        self._pipeline.queue.raise_late(self._max_pending + 1)
+        self._pipeline.queue.raise_failure_of_other_rank(self._max_pending + 1)
 
     def _origin_of(self, path: str, storage: Storage) -> tuple[Storage, str]:
         """Return the storage to copy a checkpoint from (``storage`` itself or the remote tier), and its path there."""

@@ -242,7 +242,7 @@ _SINCE = round(time.time(), 3)  # distinguishes processes of several starts of a
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
-_telling = threading.local()  # per thread: queue of events that are still to be delivered
+_delivery = threading.local()  # per thread: queue of events that are still to be delivered
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
@@ -255,11 +255,11 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
         listeners: Called in their order, on this thread.
         event: The event.
     """
-    waiting: collections.deque[tuple[Sequence[Listener], Event]] | None = getattr(_telling, "waiting", None)
+    waiting: collections.deque[tuple[Sequence[Listener], Event]] | None = getattr(_delivery, "waiting", None)
     if waiting is not None:
         waiting.append((listeners, event))
         return
-    waiting = _telling.waiting = collections.deque([(listeners, event)])
+    waiting = _delivery.waiting = collections.deque([(listeners, event)])
     try:
         while waiting:
             each, what = waiting.popleft()
@@ -269,7 +269,7 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
                 except Exception:
                     logger.exception("an event listener failed on %s", type(what).__name__)
     finally:
-        _telling.waiting = None
+        _delivery.waiting = None
         while waiting:  # events added since the last check, or left because Ctrl-C has ended a listener
             notify(*waiting.popleft())
 

@@ -119,7 +119,7 @@ class Rescue(NamedTuple):
                 found.append(f"rank {rank} was lost, and continues with {', '.join(counts[:3])}{more} of rank {saver}")
         return found
 
-    def own_of(self, rank: int, own: str) -> Any:
+    def per_rank_state_of(self, rank: int, own: str) -> Any:
         """Return the per-rank state of a rank; without its flight record, if that was taken from a different rank."""
         state = self.ranks[rank][own]
         return {**state, "recorder": None} if rank in self.unknown else state

@@ -19,7 +19,7 @@ _PATHS = ("last_model_path", "best_model_path")
 
 
 @dataclasses.dataclass
-class _Untold:
+class _DelayedCall:
     """A delayed call of a logger's ``after_save_checkpoint``."""
 
     call: Callable[[], None]
@@ -33,7 +33,7 @@ class Observers:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._untold: list[_Untold] = []
+        self._untold: list[_DelayedCall] = []
         self._views: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
         plugin = trainer.strategy.checkpoint_io
@@ -60,7 +60,7 @@ class Observers:
 
         names = [path, *(getattr(callback, name, None) for name in _PATHS), *state["best_k_models"]]
         mentioned = frozenset(self._checkpointer.known_as(name) for name in names if name)
-        self._untold.append(_Untold(call, path, mentioned, self._trainer.global_step))
+        self._untold.append(_DelayedCall(call, path, mentioned, self._trainer.global_step))
         self.tell_ended()
 
     def _after_telling(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class Observers:
             view = self._views[id(vars(callback))] = object.__new__(callback.__class__)
         return view
 
-    def _is_pending(self, untold: _Untold) -> bool:
+    def _is_pending(self, untold: _DelayedCall) -> bool:
         if untold.path:
             return bool(self._checkpointer.is_pending(untold.path))
         return bool(self._checkpointer.pending)  # a callback that does not record which path it saved

@@ -35,8 +35,8 @@ from ckpt_core.rehearsal import (
 from ckpt_core.state.code_origin import is_users_file
 from ckpt_core.tree import leaves
 from lightning_ckpt._bases import CheckpointBase, DummyLoggerBase
-from lightning_ckpt._exact.user_attributes import UsersObjects
-from lightning_ckpt._private.hooks import in_place_of_paths, with_devices
+from lightning_ckpt._exact.user_attributes import UserAttributes
+from lightning_ckpt._private.hooks import override_path, with_devices
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce
 
@@ -49,7 +49,7 @@ def rehearse_if_asked() -> None:
     """Make the first fit of this process a rehearsal, if the process was started for one."""
     plan = _plan()
     if plan is not None:
-        in_place_of_paths(_begin, plan.directory)
+        override_path(_begin, plan.directory)
         if plan.ranks is not None:
             with_devices(plan.ranks)
 
@@ -178,13 +178,13 @@ class Rehearsal(Live, CheckpointBase):
         self._middle = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._go_behind(trainer)  # behind all others, including those of the module's configure_callbacks
+        self._move_to_end(trainer)  # behind all others, including those of the module's configure_callbacks
         self._notes = Notes(self._plan, trainer.global_rank)
         if self._plan.resume is not None:
             self._notes.resumed()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._users = UsersObjects(trainer)
+        self._users = UserAttributes(trainer)
         per_epoch, window = trainer.num_training_batches, trainer.accumulate_grad_batches
         known = int(per_epoch) if per_epoch != float("inf") and per_epoch > 0 else None
         self._batches = self._plan.batches(known, window)
@@ -197,13 +197,13 @@ class Rehearsal(Live, CheckpointBase):
         else:
             self._middle = most // 2
 
-    def _go_behind(self, trainer: Any) -> None:
+    def _move_to_end(self, trainer: Any) -> None:
         trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._go_behind(trainer)
+        self._move_to_end(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch = {name or "batch": leaf for name, leaf in leaves(batch)}

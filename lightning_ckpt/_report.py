@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_core.events import RunSummary, TrainingEnded, TrainingStarted
-from ckpt_core.process.console import beside_bars
+from ckpt_core.process.console import progress_bars_cleared
 from ckpt_core.resume import ResumePoint
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
@@ -22,7 +22,7 @@ def announce(trainer: Any, message: str) -> None:
         # a child of the package's logger, which has a handler and shows INFO
         parent = package if package in ("lightning.pytorch", "pytorch_lightning") else "lightning.pytorch"
         logger = logging.getLogger(f"{parent}.lightning_ckpt")
-        with beside_bars(logger):
+        with progress_bars_cleared(logger):
             logger.info("%s", message)
 
 

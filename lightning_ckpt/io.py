@@ -75,7 +75,7 @@ class TorchFileIO(ReliableCheckpointIO):
         self._tell_about_callback_once(checkpoint)
         self.before_change(path, removes=False)
         size = self.checkpointer.save(checkpoint, path)
-        if not training_goes_on(checkpoint, path):
+        if not may_save_in_background(checkpoint, path):
             self.checkpointer.wait(path)
         else:
             wait_if_small(self.checkpointer, [size])
@@ -144,7 +144,7 @@ def _watch(trainer: Any) -> None:
         watch_boundaries(trainer)
 
 
-def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
+def may_save_in_background(checkpoint: Any, path: StrPath) -> bool:
     """Return False if the caller may rely on the file as soon as the save returns, and waiting delays no training."""
     if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
         return False  # SLURM ends this process when it requeues the job

@@ -52,7 +52,7 @@ from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.boundaries import NO_EXCEPTIONS, forks_or_spawns
 from lightning_ckpt._private.guard import check_callback
-from lightning_ckpt._private.hooks import before_launches, before_look_ups, without_a_path
+from lightning_ckpt._private.hooks import before_launches, before_look_ups, find_path_when_none
 from lightning_ckpt._private.loops import checkpoint_directory, resume_from, tell_of_checkpoint
 from lightning_ckpt._recording import Recording
 from lightning_ckpt._rehearsing import is_rehearsed, rehearse_if_asked, rehearse_this_script
@@ -277,7 +277,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._has_moved = False  # whether the directory was moved since the checkpoint that the run resumes from
         before_look_ups(_introduce)
         if self._auto is not None:
-            without_a_path(find_resume, ExactState.resumed_ahead)
+            find_path_when_none(find_resume, ExactState.resumed_ahead)
         rehearse_if_asked()
         if rehearse and not is_rehearsed():
             before_launches(_rehearse_first)
@@ -286,7 +286,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self.__dict__.update(state)
         before_look_ups(_introduce)  # a spawned process unpickles the callback, and has no hooks yet
         if self._auto is not None:
-            without_a_path(find_resume, ExactState.resumed_ahead)
+            find_path_when_none(find_resume, ExactState.resumed_ahead)
         rehearse_if_asked()
 
     def meet(self, trainer: Any) -> None:
@@ -297,9 +297,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self.dirpath = stable_directory(trainer)  # the logger's directory is a new one at each start
         self._lookup.levels = self._levels_of_names()
         if self._plugin is None:
-            self._lookup.reach_by(None, None)
+            self._lookup.set_access(None, None)
         else:
-            self._lookup.reach_by(self._plugin.storage_options, self._plugin.tiers)
+            self._lookup.set_access(self._plugin.storage_options, self._plugin.tiers)
 
     def _levels_of_names(self) -> int:
         """Return how many subdirectories of ``dirpath`` the filename pattern adds: one for ``{val/loss}``."""

@@ -30,7 +30,7 @@ from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
 from lightning_ckpt._routing.trainer import route
-from lightning_ckpt.io import training_goes_on
+from lightning_ckpt.io import may_save_in_background
 from lightning_ckpt.loading import read_directories
 
 
@@ -204,7 +204,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             self.memory.save(lambda saver: saver.save(parts, path, **about))
             return
         checkpointer.save(parts, path, **about)
-        if not training_goes_on(checkpoint, path):
+        if not may_save_in_background(checkpoint, path):
             checkpointer.wait(path)
         checkpointer.wait_when_touched(path)
 

@@ -146,7 +146,7 @@ class LoaderPositions:
             if prepared is loader:
                 position = self._follow(number, loader)
                 if position is not None and self._is_waited_for():
-                    self._give_any(number, position)
+                    self._assign_by_kind(number, position)
                 return position
         return None
 
@@ -182,7 +182,7 @@ class LoaderPositions:
         position.fetches = Fetched(self.recording) if self.recording is not None else None
         self._positions.append(position)
         if self._is_waited_for():
-            self._give_same(number, position)
+            self._assign_by_number(number, position)
             self._say_causes()
         return position
 
@@ -204,13 +204,13 @@ class LoaderPositions:
             self._waiting.clear()
         return bool(self._waiting)
 
-    def _give_same(self, number: int, position: LoaderPosition) -> None:
+    def _assign_by_number(self, number: int, position: LoaderPosition) -> None:
         """Give a loader the saved position of the one that was prepared at its number, if that was of its kind."""
         saved = self._waiting.get(number)
         if saved is not None and saved.get("kind", position.kind) == position.kind:
             self._give(number, position)
 
-    def _give_any(self, number: int, position: LoaderPosition) -> None:
+    def _assign_by_kind(self, number: int, position: LoaderPosition) -> None:
         """Give a loader without a position the first saved position of its kind, or else that of its number."""
         if position.is_restored:
             return
@@ -366,7 +366,7 @@ class LoaderPositions:
                         self._causes.append(_REPEATED)
                         self._say_causes()
 
-    def reads_otherwise(self, cause: str) -> None:
+    def warn_data_differs(self, cause: str) -> None:
         """Note that batches that a loader has read again differ from those of the first time; warn once."""
         message = f"this resume is not exact: {cause}"
         if not self._accelerator.is_main_process and message not in self._told:  # rank 0's may be equal, and not warn
@@ -376,7 +376,7 @@ class LoaderPositions:
         if self.recording is not None:
             self.recording.told()
 
-    def counts_anew(self, names: list[str], *, is_sure: bool) -> None:
+    def warn_counter_restarts(self, names: list[str], *, is_sure: bool) -> None:
         """Warn (``is_sure``), or else announce, that variables count a resumed epoch's batches from its beginning."""
         cause = (
             f"{', '.join(names)} counts the batches of the resumed epoch from its beginning, as enumerate does, and "
@@ -389,7 +389,7 @@ class LoaderPositions:
             announce_on_main(f"this resume is exact only if the number does not matter: {cause}")
 
     @property
-    def says_otherwise(self) -> bool:
+    def difference_reported(self) -> bool:
         """Whether a difference was reported, or the flight recorder will compare steps, and report one itself."""
         return self._reads_otherwise or (self.recording is not None and self.recording.repeats_steps)
 
@@ -416,7 +416,7 @@ class LoaderPositions:
         positions = self._all()
         for number, position in enumerate(positions):
             if position is not None and self._is_waited_for():
-                self._give_any(number, position)
+                self._assign_by_kind(number, position)
         trains = any(position is not None and position.has_trained for position in positions)
         evaluates = [p is not None and trains and p.is_inside and not p.has_trained for p in positions]
         loaders = [
@@ -561,7 +561,7 @@ class LoaderPositions:
                 position.offer(self._waiting.pop(number))
                 self.leaves_loaders = True
             elif number in self._waiting:
-                self._give_same(number, position)
+                self._assign_by_number(number, position)
         if rolls_back:
             self._waiting.clear()
         is_exact = not self._causes

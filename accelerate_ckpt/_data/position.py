@@ -17,12 +17,12 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
-from accelerate_ckpt._data.scripts_that_skip import Habit, Next, Opening
+from accelerate_ckpt._data.scripts_that_skip import BatchUsePattern, Next, Opening
 from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
-from accelerate_ckpt._private.data import Internals, not_as_known
+from accelerate_ckpt._private.data import Internals, unsupported_release
 from accelerate_ckpt._recording import Fetched
 from accelerate_ckpt._report import announce_on_main
-from ckpt_core.process.console import counted_aloud
+from ckpt_core.process.console import range_with_progress
 from ckpt_core.recorder import digest_batch
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.lost_variables import loop_counts
@@ -81,7 +81,7 @@ class LoaderPosition:
 
     def __init__(self, loader: Any, world_size: int, run: Any) -> None:
         self.loader = loader
-        self.habit = Habit(run.uses)
+        self.habit = BatchUsePattern(run.uses)
         self.is_restored = self.repeats = self._is_yet_to_begin = False
         self.was_there = False  # whether the loader was prepared before a load
         self.outlasted_by: dict[LoaderPosition, int] = {}
@@ -141,7 +141,7 @@ class LoaderPosition:
             while (batch := self._next(batches)) is not _OVER:
                 yielded = True
                 if not self._made:
-                    raise not_as_known("it does not make the iterator of the inner loader where it did")
+                    raise unsupported_release("it does not make the iterator of the inner loader where it did")
                 if number == self._iteration_number:
                     self._steps += 1
                     self._taken_by = threading.get_ident()
@@ -261,7 +261,7 @@ class LoaderPosition:
         self._tracker.pass_made()
         if rng is not None:
             rng.restore()
-        for _ in counted_aloud(drop, _AGAIN, announce_on_main):
+        for _ in range_with_progress(drop, _AGAIN, announce_on_main):
             next(iterator, None)
         self._steps, self._fetched = leave_out, leave_out * self._internals.fetches
         return iterator
@@ -317,8 +317,8 @@ class LoaderPosition:
         if saved is None or saved["steps"] != state["steps"] or saved == found or self.fetches is None:
             return
         # repeated steps are compared anyway; a run that goes back to its own earlier state may differ on purpose
-        if not self._run.says_otherwise and not self.has_trained and self.problem(state) is None:
-            self._run.reads_otherwise(_OTHER_NEXT)
+        if not self._run.difference_reported and not self.has_trained and self.problem(state) is None:
+            self._run.warn_data_differs(_OTHER_NEXT)
 
     def _next_digests(self) -> dict[str, Any] | None:
         """Return the digests of the next step's batches, if they have been fetched."""
@@ -461,7 +461,7 @@ class LoaderPosition:
         if counts and window > 1 and self._resumed is not None and self._steps == steps + 1 > 1:
             begun = {name for name, count in loop_counts().items() if count == counts.get(name)}
             if names := loop_counts(deciding=begun) if begun else ():
-                self._run.counts_anew(sorted(names), is_sure=steps % window > 0 or bool(state["closes"]))
+                self._run.warn_counter_restarts(sorted(names), is_sure=steps % window > 0 or bool(state["closes"]))
 
     def _capture_inside(self) -> dict[str, Any]:
         return {
@@ -564,7 +564,7 @@ class LoaderPosition:
             self._first_rng.restore()
         last = state["last_read"] if self.is_compared(state) else None
         found = []
-        for number in counted_aloud(drop, _AGAIN, announce_on_main):
+        for number in range_with_progress(drop, _AGAIN, announce_on_main):
             left = drop - number
             if last is not None and left == len(last["digests"]):
                 # batches that contain random numbers are the same only with the generators of the first time
@@ -573,7 +573,7 @@ class LoaderPosition:
             if last is not None and left <= len(last["digests"]):
                 found.append(digest_batch(batch))
         if last is not None and found != last["digests"]:
-            self._run.reads_otherwise(_OTHER_BATCH)
+            self._run.warn_data_differs(_OTHER_BATCH)
         ahead = state["ahead"]
         self._tracker.made(ahead["dataset_generators"])
         self._steps = int(state["steps"])
@@ -636,7 +636,7 @@ class LoaderPosition:
 
     def _begin_later(self, batches: int) -> bool:
         if self._follows_an_end:
-            self._run.reads_otherwise(_LATER)
+            self._run.warn_data_differs(_LATER)
         self._leave_out = batches
         return True
 
@@ -704,9 +704,9 @@ class LoaderPosition:
                 opening.tell()
                 self._compare_counts(opening.state)
                 if opening.state.get("interrupted") and self._resumed is None:
-                    self._run.reads_otherwise(_INTERRUPTED)
+                    self._run.warn_data_differs(_INTERRUPTED)
                 if opening.reads_ahead:
-                    self._run.reads_otherwise(_AHEAD)
+                    self._run.warn_data_differs(_AHEAD)
                 return Next.BATCH
             answer = opening.next()
             if answer is not Next.SAME:

@@ -57,7 +57,7 @@ class Uses:
         self._hooks = []
 
 
-class Habit:
+class BatchUsePattern:
     """How many batches of one loader a script takes before it uses one: one, or several that it collects or filters."""
 
     def __init__(self, uses: Uses) -> None:

@@ -69,10 +69,10 @@ def check(accelerator: Any) -> None:
     """Raise ``CheckpointError`` if this release of Accelerate lacks a private name that exact resume needs."""
     missing = missing_internals(accelerator)
     if missing:
-        raise not_as_known(f"it has no {', '.join(missing)}")
+        raise unsupported_release(f"it has no {', '.join(missing)}")
 
 
-def not_as_known(what: str) -> CheckpointError:
+def unsupported_release(what: str) -> CheckpointError:
     """Return the error for a release of Accelerate that differs from those that are supported."""
     return CheckpointError(
         f"exact resume does not work with accelerate {accelerate.__version__}: {what}", remedy=_REMEDY

@@ -306,4 +306,4 @@ class JustInTime:
             parts.append(Part("scaler", shared["scaler"], Kind.REPLICATED))
         custom = enumerate(rescue.ranks[rank]["custom"])
         parts += [Part(f"custom_{index}", item, Kind.PER_RANK) for index, item in custom]
-        return [*parts, Part(RANK, rescue.own_of(rank, "own"), Kind.PER_RANK)]
+        return [*parts, Part(RANK, rescue.per_rank_state_of(rank, "own"), Kind.PER_RANK)]

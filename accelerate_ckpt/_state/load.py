@@ -358,7 +358,7 @@ class _Ours:
         has_own = self._rank == session.rank
         if session.recording is not None:
             recorded = own.get("recorder") if has_own else None
-            session.recording.lies_in(session.place_of(self._path), session.rank, recorded)
+            session.recording.set_directory(session.place_of(self._path), session.rank, recorded)
             comparable = session.world_size == self._saved_world_size == len(self._saved_by)
             session.recording.resume(recorded if comparable else None, window_open=window_open)
         session.variables.resume(own.get("script", {}))

@@ -103,7 +103,7 @@ class PreemptionWatch:
             log.error("%s: %s", NOT_SAVED, error)  # noqa: TRY400 - the message says it all
         if has_failed and session.memory is not None:
             session.memory.leave()
-        session.ended_as_told()
+        session.note_clean_end()
         raise SystemExit(status)
 
 

@@ -194,7 +194,7 @@ def _must_wait_for_window(session: Session) -> bool:
 def _save_now(session: Session, agreed: AgreedSave) -> None:
     target = agreed.path
     if session.recording is not None:
-        session.recording.lies_in(session.checkpointer.known_as(target), session.rank)
+        session.recording.set_directory(session.checkpointer.known_as(target), session.rank)
     session.changes.name()
     with contextlib.ExitStack() as undo:
         weights, files = None, None

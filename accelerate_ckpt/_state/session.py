@@ -53,7 +53,7 @@ _serials = itertools.count()
 _group: list[RankGroup] = []  # one at most, for all Accelerators of the process: they have the same ranks
 
 
-class SavesAlone(NamedTuple):
+class IntegrationSave(NamedTuple):
     """How a just-in-time save of an integration differs from ``save_state``."""
 
     directory: str  # of the checkpoints
@@ -164,7 +164,7 @@ class Session:
         # The rehearsal of this process; None unless the process was started for one
         self.rehearsal = Rehearsal.asked_for(self)
         self.just_in_time: Any = None  # the JustInTime that saves when another rank has died, if there is one
-        self.saves_alone: SavesAlone | None = None  # how that save differs from `save_state`, if it does
+        self.saves_alone: IntegrationSave | None = None  # how that save differs from `save_state`, if it does
         self.note_step: Callable[[Session], None] = lambda _: None  # called after each step
         # Returns further parts of this rank's note that change when gradients of a loss are exchanged
         self.note_ahead: Callable[[Any], dict[str, Any]] = lambda _: {}
@@ -359,7 +359,7 @@ class Session:
         if self.accelerator is not None:
             self.report.ended(self.checkpointer.notify, self.step, self._directory)
 
-    def ended_as_told(self) -> None:
+    def note_clean_end(self) -> None:
         """Clear the count of failed attempts and the snapshots: training is over, or a signal or notice ended it."""
         if self.auto_resume is not None:
             self.auto_resume.end()

@@ -62,7 +62,7 @@ from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, load_model
 from accelerate_ckpt._state.preemption import failures_of_trackers_logged
 from accelerate_ckpt._state.resume import AutoResume, as_at_start, refuse_unwritable
-from accelerate_ckpt._state.session import SavesAlone, Session, session_of
+from accelerate_ckpt._state.session import IntegrationSave, Session, session_of
 from accelerate_ckpt._state.stock import refuse_damaged_ours, shapes_in
 from accelerate_ckpt.config import OptionError
 from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
@@ -222,7 +222,9 @@ class ResumableCallback(TrainerCallback):
                 [_NOT_NOTED] if saves_more or _generated_by(trainer) or _trained_besides(trainer) else []
             )
             target = lambda: self._path_of_step(trainer.state.global_step)  # noqa: E731
-            self._session.saves_alone = SavesAlone(os.path.abspath(trainer.args.output_dir), target, self._add_files)
+            self._session.saves_alone = IntegrationSave(
+                os.path.abspath(trainer.args.output_dir), target, self._add_files
+            )
         if self._session.preemption is not None:
             self._session.preemption.asks_itself = False  # the Trainer fetches all batches of a step before it
         if self._session.interval is not None:
@@ -287,7 +289,7 @@ class ResumableCallback(TrainerCallback):
             if preemption is not None:
                 preemption.end()
         self._finish()
-        self._session.ended_as_told()
+        self._session.note_clean_end()
         self._session.training_ended()
         self._session.report.close()
         return result
@@ -351,7 +353,7 @@ class ResumableCallback(TrainerCallback):
             log.error("%s: %s", NOT_SAVED, failure)
         elif self._session.checkpointer.has_failed(self._path_of_step(self._trainer.state.global_step)):
             log.error(NOT_SAVED)  # with on_error="warn", which has logged why
-        self._session.ended_as_told()
+        self._session.note_clean_end()
         raise SystemExit(status)
 
     def _finish(self) -> None:

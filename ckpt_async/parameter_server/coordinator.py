@@ -32,7 +32,7 @@ from ckpt_core.paths import StrPath
 logger = logging.getLogger(__name__)
 
 _TICK = 0.005  # seconds
-_GOODBYE = 5.0  # seconds to wait for the answer of a participant that is asked to stop
+_EXIT_ANSWER_SECONDS = 5.0  # seconds to wait for the answer of a participant that is asked to stop
 _RETRY = 1.0  # seconds after which an aborted final snapshot is tried again
 _PATIENCE = 60.0  # seconds, or ``every`` if longer, after which it is logged why no snapshot begins
 
@@ -236,7 +236,7 @@ class TrainingCoordinator:
     def _tell_to_exit(self, names: Sequence[str], reason: str | None) -> None:
         question = Frame({"kind": "exit", "reason": reason})
         answers = [(name, self._transport.request(name, question)) for name in names]
-        deadline = time.monotonic() + _GOODBYE
+        deadline = time.monotonic() + _EXIT_ANSWER_SECONDS
         for name, answer in answers:
             try:
                 answer.result(max(0.0, deadline - time.monotonic()))

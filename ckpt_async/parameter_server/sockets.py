@@ -99,7 +99,7 @@ class Connection:
             view = view[self.socket.send(view[:_PIECE]) :]
             self.progressed()
 
-    def give_sign(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a sign of life without waiting; skip it if the other side does not read."""
         try:
             if self.socket.send(_LENGTH.pack(0), socket.MSG_DONTWAIT) != _LENGTH.size:

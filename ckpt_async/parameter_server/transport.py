@@ -262,7 +262,7 @@ class SocketTransport:
             if incoming.lock.acquire(blocking=False):  # if it is held, the answer itself is being sent
                 try:
                     if incoming.is_busy:
-                        incoming.give_sign()
+                        incoming.send_heartbeat()
                 finally:
                     incoming.lock.release()
 

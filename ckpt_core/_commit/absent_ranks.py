@@ -159,7 +159,7 @@ class Progress:
             found[rank] = (bool(report[3]), int(report[4]))
         return found
 
-    def gone_on(self, meeting: int, place: int | None) -> set[int]:
+    def ranks_past(self, meeting: int, place: int | None) -> set[int]:
         """Return the other ranks that will certainly not come to a meeting, and ask them again for the next call.
 
         ``place`` is this rank's place when it came to the meeting.

@@ -76,7 +76,7 @@ class Agreement:
 
         ``meeting`` and ``place`` are the values that the attributes of these names had right after that meeting.
         """
-        absent = self.progress.gone_on(meeting, place)
+        absent = self.progress.ranks_past(meeting, place)
         self._absent[place] = self._absent.get(place, set()) | absent
         return absent
 
@@ -128,7 +128,7 @@ class Agreement:
             return None, value
         client, self.place = self._client, self.progress.place
         if self.rank:
-            return self._hear(client, what, failure)
+            return self._join_next_meeting(client, what, failure)
         self.meeting += 1
         self.progress.joined(self.meeting)
         meeting = str(self.meeting)
@@ -143,7 +143,7 @@ class Agreement:
         self._unread.append((self.meeting, self.place))
         return others, value
 
-    def _hear(self, client: TimedStore, what: str, failure: Any) -> tuple[CheckpointError | None, Any]:
+    def _join_next_meeting(self, client: TimedStore, what: str, failure: Any) -> tuple[CheckpointError | None, Any]:
         """Join the next meeting that rank 0 holds at this rank's place in the script, passing over earlier ones."""
         while True:
             self.meeting += 1
@@ -189,7 +189,7 @@ class Agreement:
         while client is not None and self._unread:
             oldest, place = self._unread[0]
             absent, said = len(self._absent.get(place, ())), Announcement(client, str(oldest))
-            if not said.is_heard_by(self.world_size - 1 - absent):
+            if not said.is_acknowledged_by(self.world_size - 1 - absent):
                 return
             self._unread.popleft()  # before the deletion, or after Ctrl-C rank 0 would wait for deleted answers
             said.delete(keep=bool(absent))  # a rank that was absent passes it over when it comes to a later meeting
@@ -207,7 +207,7 @@ class Agreement:
         def look() -> None:
             absent = self.absent_from(self.meeting, self.place)
             if absent and not may_be_absent:
-                raise _went_on(what, self.rank, absent)
+                raise _continued_without(what, self.rank, absent)
             self.left_out = absent
 
         self._wait(complete, look, what)
@@ -216,8 +216,8 @@ class Agreement:
         meeting = self.meeting
 
         def look() -> None:
-            if 0 in self.progress.gone_on(meeting, self.place) and not client.has(str(meeting)):
-                raise _went_on(what, self.rank, {0})
+            if 0 in self.progress.ranks_past(meeting, self.place) and not client.has(str(meeting)):
+                raise _continued_without(what, self.rank, {0})
 
         self._wait(lambda: client.has(str(meeting)), look, what)
 
@@ -252,7 +252,7 @@ class Agreement:
         )
 
 
-def _went_on(what: str, rank: int, absent: Collection[int]) -> RankFailedError:
+def _continued_without(what: str, rank: int, absent: Collection[int]) -> RankFailedError:
     return RankFailedError(
         f"{what} was called on rank {rank}, and not on {names_of(absent)}, which continued without it",
         remedy=f"call {what} on all ranks, not under `if is_main_process` or another condition on the rank",

@@ -42,13 +42,13 @@ class Announcement:
         """Acknowledge it: this rank does not need it any more."""
         self._store.add(f"{self._key}/heard", 1)
 
-    def is_heard_by(self, ranks: int) -> bool:
+    def is_acknowledged_by(self, ranks: int) -> bool:
         """Return whether at least so many other ranks have acknowledged it."""
         return self._store.add(f"{self._key}/heard", 0) >= ranks
 
-    def linger(self, ranks: int, seconds: float = _LINGER) -> bool:
+    def wait_until_acknowledged(self, ranks: int, seconds: float = _LINGER) -> bool:
         """Wait until so many other ranks have acknowledged it, at most :data:`_LINGER`; return whether they have."""
-        return self._store.wait_until(lambda: self.is_heard_by(ranks), min(seconds, _LINGER))
+        return self._store.wait_until(lambda: self.is_acknowledged_by(ranks), min(seconds, _LINGER))
 
     def delete(self, *, keep: bool = False) -> None:
         """Delete the acknowledgements from the store and, unless ranks that come later need it, the announcement."""

@@ -80,7 +80,7 @@ class RunOutcome:
             error = self._announced[1]
             assert error is not None  # only failures are announced under this key
             if self._rank == 0:
-                self._announcement(self._store).linger(self._others)
+                self._announcement(self._store).wait_until_acknowledged(self._others)
             self.was_raised()
             raise error
 

@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import RankFailedError
-from ckpt_core.storage.lease import lives, this_process
+from ckpt_core.storage.lease import is_alive, this_process
 
 _ANSWER_SECONDS = 5.0
 _WAVE_SECONDS = 3.0  # a signal to a job reaches its last rank at most this long after its first
@@ -46,10 +46,10 @@ class Endings:
     def is_rank_gone(self) -> bool:
         """Return whether another rank's process on this machine has ended; other machines are not seen. Any thread."""
         keys = [f"process/{other}" for other in self._others]
-        return any(lives(json.loads(self._store.get(key))) is False for key in keys if self._store.has(key))
+        return any(is_alive(json.loads(self._store.get(key))) is False for key in keys if self._store.has(key))
 
     def _is_accounted_for(self, rank: int) -> bool:
         if self._store.has(f"told/{rank}"):
             return True
         # On another machine it may be alive, which cannot be seen from here; a signal to the job reaches it, too.
-        return self._store.has(f"process/{rank}") and bool(lives(json.loads(self._store.get(f"process/{rank}"))))
+        return self._store.has(f"process/{rank}") and bool(is_alive(json.loads(self._store.get(f"process/{rank}"))))

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.tcp_store import TimedStore, connect_store, derived_key
-from ckpt_core.storage.lease import lives, this_process
+from ckpt_core.storage.lease import is_alive, this_process
 
 _ANSWER_SECONDS = 5.0
 
@@ -74,7 +74,7 @@ class RankGroup:
         if self.store is None or not self._processes:
             return []
         lines = TimedStore(self.store, answer_within=_ANSWER_SECONDS).lines(self._processes)
-        return [rank for rank, process in map(json.loads, lines) if lives(process) is False]
+        return [rank for rank, process in map(json.loads, lines) if is_alive(process) is False]
 
     def key(self, purpose: str) -> bytes:
         """Return a secret key for a purpose, which only the ranks know; needs a group of several ranks."""

@@ -16,7 +16,7 @@ from ckpt_core._commit.announcement import Announcement, decode_error, encode_er
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
-from ckpt_core.process.threads import do_through
+from ckpt_core.process.threads import do_uninterrupted
 
 _GRACE = 1.25  # other ranks wait longer by this factor, so that rank 0 is the first to find out which rank is missing
 _FIRST_LOOK = 0.1  # seconds after which rank 0 first checks which ranks will not report
@@ -102,7 +102,7 @@ class JointSave:
         except Exception:
             raise
         except BaseException as error:
-            do_through(self._give_up, error)
+            do_uninterrupted(self._give_up, error)
             raise
 
     def _give_up(self, error: BaseException) -> None:
@@ -200,7 +200,7 @@ class JointSave:
             except Exception:
                 raise
             except BaseException as error:
-                do_through(self._give_up, error)
+                do_uninterrupted(self._give_up, error)
                 raise
         finally:
             self._note_concluded()
@@ -240,7 +240,7 @@ class JointSave:
         finally:
             outcome = self._outcome(store)
             outcome.make([self._identity, size], failure)
-            if outcome.linger(len(reported), self._timeout):
+            if outcome.wait_until_acknowledged(len(reported), self._timeout):
                 keep = failure is not None or bool(absent)  # ranks that were left out may still look for these keys
                 self._forget(store, *self._asked, *([] if keep else ["begun/0", "collecting", "collected"]))
                 outcome.delete(keep=keep)

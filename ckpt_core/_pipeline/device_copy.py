@@ -30,7 +30,7 @@ from ckpt_core._devices.streams import Events, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
 from ckpt_core.geometry import merged
-from ckpt_core.process.threads import Latch, start, wait_through
+from ckpt_core.process.threads import Latch, start, wait_uninterrupted
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: takes so long that acquiring the GIL between calls is negligible
 LATE_PIECE = 2**20  # bytes: copying less takes no longer than queueing the sums over it
@@ -177,7 +177,7 @@ class BackgroundCopy:
 
     def let_training_wait(self) -> None:
         """Make what this thread queues on devices from now on wait for the late copies, too."""
-        wait_through(self._is_late_queued)
+        wait_uninterrupted(self._is_late_queued)
         let_devices_wait(self._late_events)
 
     def abandon(self) -> None:
@@ -193,7 +193,7 @@ class BackgroundCopy:
 
     def settle(self) -> None:
         """Return when no copy is running any more, even if the copy failed."""
-        wait_through(self._ended)
+        wait_uninterrupted(self._ended)
 
     def wait(self) -> bool:
         """Wait until the copy has ended; return whether all bytes are of one moment, or raise what the copy raised."""

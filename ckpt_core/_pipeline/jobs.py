@@ -13,7 +13,7 @@ from typing import Literal
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError
 from ckpt_core.process import at_exit, awaited_paths
-from ckpt_core.process.threads import Latch, call_in_forked_child, do_through, start, wait_through
+from ckpt_core.process.threads import Latch, call_in_forked_child, do_uninterrupted, start, wait_uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ class Job:
     ``is_pending`` says whether the checkpoint counts as pending until the job is over: saves and uploads do, removals
     do not. Unless ``raises``, a failure is only logged and counted. ``number`` is the count of pending jobs submitted
     up to and including this one. ``done`` is set when the job is over; ``settled`` when the checkpoint is there or will
-    never be, possibly before listeners are called. ``needs_caller`` returns whether the job waits for the calling
-    thread, which then is in a signal handler that interrupted a save. ``let_go`` is called when the job has run, even
-    if Ctrl-C ended it before ``action`` began; it must be safe to call twice.
+    never be, possibly before listeners are called. ``is_blocked_by_caller`` returns whether the job waits for the
+    calling thread, which then is in a signal handler that interrupted a save. ``let_go`` is called when the job has
+    run, even if Ctrl-C ended it before ``action`` began; it must be safe to call twice.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Job:
         *,
         is_pending: bool = True,
         raises: bool = True,
-        needs_caller: Callable[[], bool] = lambda: False,
+        is_blocked_by_caller: Callable[[], bool] = lambda: False,
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Job:
         self.what = what
         self.is_pending = is_pending
         self.raises = raises
-        self.needs_caller = needs_caller
+        self.is_blocked_by_caller = is_blocked_by_caller
         self.let_go = let_go
         self.number = 0
         self.error: CheckpointError | None = None
@@ -96,7 +96,7 @@ class JobQueue:
         self._on_error = on_error
         self._report = report
         self._failed: list[tuple[int, CheckpointError]] = []  # failures with the numbers of their jobs
-        self._raised_elsewhere: tuple[int, CheckpointError] | None = None
+        self._raised_by_other_rank: tuple[int, CheckpointError] | None = None
         self._begun = 0
         self._forget_jobs()
         call_in_forked_child(self, type(self)._forget_jobs)
@@ -170,26 +170,26 @@ class JobQueue:
         return job in self._can_end()
 
     @property
-    def needs_caller(self) -> bool:
+    def is_blocked_by_caller(self) -> bool:
         """Whether no job can end while this thread waits: it runs the jobs, or its handler interrupted the queue."""
         return self._thread is threading.current_thread() or self._lock._is_owned()  # type: ignore[attr-defined]
 
     def _can_end(self) -> list[Job]:
-        if self.needs_caller:
+        if self.is_blocked_by_caller:
             return []
-        return list(itertools.takewhile(lambda job: not job.needs_caller(), self.jobs()))
+        return list(itertools.takewhile(lambda job: not job.is_blocked_by_caller(), self.jobs()))
 
-    def wait_through(self, path: str) -> None:
+    def wait_uninterrupted(self, path: str) -> None:
         """Wait until all jobs of ``path`` are over, and only then raise what a signal handler raised meanwhile."""
         for job in self.jobs(path)[-1:]:
-            wait_through(job.done)
+            wait_uninterrupted(job.done)
 
     def wait_for_turn(self, limit: int) -> None:
         """Wait until fewer than ``limit`` saves are under way; raise if one that has to be over by now has failed.
 
         Ranks that save together all raise here: the number of the failed save decides, even if a later save has ended
         on some of them only. A failure that one rank raised in its own call of save is not raised here on the others,
-        but by :meth:`raise_late`.
+        but by :meth:`raise_failure_of_other_rank`.
         """
         while len(saves := [job for job in self.jobs() if job.is_pending]) >= limit:
             if not self.can_end(saves[0]):
@@ -210,15 +210,15 @@ class JobQueue:
             self._failed = [(number, failure) for number, failure in self._failed if number > last]
         return due
 
-    def raise_late(self, limit: int) -> None:
+    def raise_failure_of_other_rank(self, limit: int) -> None:
         """Raise a failure that another rank raised in its own call of save, and that :meth:`wait_for_turn` left out.
 
         Called only when the next save has begun: the other rank takes part in that save, and would wait for this one.
         """
         with self._lock:
-            if self._raised_elsewhere is None or self._raised_elsewhere[0] > self._begun - limit:
+            if self._raised_by_other_rank is None or self._raised_by_other_rank[0] > self._begun - limit:
                 return
-            (_, failure), self._raised_elsewhere = self._raised_elsewhere, None
+            (_, failure), self._raised_by_other_rank = self._raised_by_other_rank, None
         raise failure
 
     # ---- failures ----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class JobQueue:
     @property
     def failure(self) -> CheckpointError | None:
         """The oldest failure that was not taken yet; it is kept for :meth:`wait_for_turn` to raise."""
-        failed = self._failed[0] if self._failed else self._raised_elsewhere
+        failed = self._failed[0] if self._failed else self._raised_by_other_rank
         return None if failed is None else failed[1]
 
     def take_failure(self) -> CheckpointError | None:
@@ -234,7 +234,7 @@ class JobQueue:
         with self._lock:
             failure = self.failure
             if not self._failed:
-                self._raised_elsewhere = None
+                self._raised_by_other_rank = None
             self._failed = []
         return failure
 
@@ -276,7 +276,7 @@ class JobQueue:
                 raise interruption
         finally:
             if is_ours:
-                do_through(self._leave)  # Ctrl-C
+                do_uninterrupted(self._leave)  # Ctrl-C
 
     def _leave(self) -> None:
         with self._lock:
@@ -286,7 +286,7 @@ class JobQueue:
     def _run(self) -> BaseException | None:
         """Run the jobs until none is left; return what a signal handler raised meanwhile (Ctrl-C ends only one job)."""
         interruption: BaseException | None = None
-        with awaited_paths.waiting_for_nothing():
+        with awaited_paths.without_waiting():
             while True:
                 with self._lock:
                     if self._thread is not threading.current_thread():
@@ -305,7 +305,7 @@ class JobQueue:
                     else:
                         logger.exception("could not report the failure of the %s of %s", job.what, job.path)
                 finally:
-                    do_through(self._end, job)
+                    do_uninterrupted(self._end, job)
 
     def _end(self, job: Job) -> None:
         job.settle()
@@ -334,7 +334,7 @@ class JobQueue:
             job.error = error
             self.failures += 1
             if raises and error.raised_at_once:
-                self._raised_elsewhere = self._raised_elsewhere or (job.number, error)
+                self._raised_by_other_rank = self._raised_by_other_rank or (job.number, error)
             elif raises:
                 self._failed.append((job.number, error))
         self._report(job, error, logging.ERROR if raises else logging.WARNING)

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_core._layouts.image import WINDOW, Image, ImageAbandonedError, Memory
 from ckpt_core.buffers import StagingBuffer
-from ckpt_core.process.threads import Latch, run_parallel, wait_through
+from ckpt_core.process.threads import Latch, run_parallel, wait_uninterrupted
 
 
 class _Room(NamedTuple):
@@ -27,12 +27,12 @@ class _Room(NamedTuple):
     memory: memoryview
 
 
-class PassedImage:
+class RelayedImage:
     """An image whose windows are copied from live tensors ahead of the writer."""
 
     is_staged = True
 
-    def __init__(self, image: Image, windows: PassingWindows) -> None:
+    def __init__(self, image: Image, windows: WindowRelay) -> None:
         self.region_size = image.region_size
         self.live = image
         self._windows = windows
@@ -64,7 +64,7 @@ class PassedImage:
         return self._windows.is_there(self)
 
 
-class PassingWindows:
+class WindowRelay:
     """The windows of one save, passed from the training thread to the writer.
 
     ``raise_reason`` is called when a window will not come, to raise the reason. ``seconds_without_room`` is the time
@@ -78,9 +78,9 @@ class PassingWindows:
             _Room(buffer.tensor[begin : begin + WINDOW], buffer.memory[begin : begin + WINDOW])
             for begin in range(0, buffer.nbytes - WINDOW + 1, WINDOW)
         )
-        self._copied: dict[tuple[PassedImage, int], tuple[memoryview, _Room]] = {}
-        self._there: dict[PassedImage, bool] = {}
-        self._files: Sequence[tuple[str, PassedImage]] | None = None
+        self._copied: dict[tuple[RelayedImage, int], tuple[memoryview, _Room]] = {}
+        self._there: dict[RelayedImage, bool] = {}
+        self._files: Sequence[tuple[str, RelayedImage]] | None = None
         self._find: Callable[[str, Image], bool] = lambda *_: False
         self._is_over = False
         self._error: BaseException | None = None
@@ -121,18 +121,18 @@ class PassingWindows:
     def settle(self) -> None:
         """Return when no copy is running any more."""
         self.abandon()
-        wait_through(self._ended)
+        wait_uninterrupted(self._ended)
         self._copied.clear()
         self._rooms.clear()
 
     def begin(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool]
-    ) -> list[tuple[str, PassedImage]]:
+    ) -> list[tuple[str, RelayedImage]]:
         """Let the training thread copy the windows of ``files``, in this order; return the files as passed images.
 
         ``is_there`` is called before each file is copied, and returns whether the file need not be written.
         """
-        passed = [(name, PassedImage(image, self)) for name, image in files]
+        passed = [(name, RelayedImage(image, self)) for name, image in files]
         with self._changed:
             if self._is_over:
                 raise ImageAbandonedError("the save was given up")
@@ -140,18 +140,18 @@ class PassingWindows:
             self._changed.notify_all()
         return passed
 
-    def is_there(self, image: PassedImage) -> bool:
-        """As :meth:`PassedImage.is_there`."""
+    def is_there(self, image: RelayedImage) -> bool:
+        """As :meth:`RelayedImage.is_there`."""
         self._wait_for(lambda: image in self._there)
         return self._there[image]
 
-    def take(self, image: PassedImage, begin: int) -> memoryview:
-        """As :meth:`PassedImage.digested_window`."""
+    def take(self, image: RelayedImage, begin: int) -> memoryview:
+        """As :meth:`RelayedImage.digested_window`."""
         self._wait_for(lambda: (image, begin) in self._copied)
         return self._copied[image, begin][0]
 
-    def give(self, image: PassedImage, begin: int) -> None:
-        """As :meth:`PassedImage.written`; does nothing for a window that never came."""
+    def give(self, image: RelayedImage, begin: int) -> None:
+        """As :meth:`RelayedImage.written`; does nothing for a window that never came."""
         with self._changed:
             _, room = self._copied.pop((image, begin), (None, None))
             if room is not None:
@@ -168,7 +168,7 @@ class PassingWindows:
 
     # ---- the threads that copy ---------------------------------------------------------------------------------------
 
-    def _windows(self, files: Sequence[tuple[str, PassedImage]]) -> Iterator[tuple[PassedImage, int, _Room]]:
+    def _windows(self, files: Sequence[tuple[str, RelayedImage]]) -> Iterator[tuple[RelayedImage, int, _Room]]:
         """Yield each window with its room, in the order of the files, so that the writer's next window always comes."""
         for name, image in files:
             there = self._find(name, image.live)
@@ -189,7 +189,7 @@ class PassingWindows:
                 raise ImageAbandonedError("the save was given up")
             return self._rooms.popleft()
 
-    def _copy(self, job: tuple[PassedImage, int, _Room]) -> None:
+    def _copy(self, job: tuple[RelayedImage, int, _Room]) -> None:
         image, begin, room = job
         try:
             memory = image.live.digested_window(begin, room)

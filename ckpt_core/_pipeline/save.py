@@ -33,7 +33,7 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.preflight import RefusedKeys
-from ckpt_core.process.threads import Latch, call_in_forked_child, do_through, no_collections
+from ckpt_core.process.threads import Latch, call_in_forked_child, do_uninterrupted, no_collections
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Pipeline:
     @property
     def in_foreground(self) -> bool:
         """Whether a save that begins now would run in the foreground."""
-        return self._strategy == "sync" or self.is_inside_a_save or self.queue.needs_caller
+        return self._strategy == "sync" or self.is_inside_a_save or self.queue.is_blocked_by_caller
 
     @contextlib.contextmanager
     def attempt(self, path: str) -> Iterator[None]:
@@ -248,7 +248,7 @@ class Pipeline:
         """Return when no live tensors are being written any more, so that the caller may change them."""
         if snapshot.not_copied is not None:
             self.queue.run_queued()
-            self.queue.wait_through(path)
+            self.queue.wait_uninterrupted(path)
 
     def _take_and_submit(self, save: Save, snapshot: Snapshot, started: float, waited: float) -> int:
         place = Latch()
@@ -256,7 +256,7 @@ class Pipeline:
         action = functools.partial(self._write_in_background, save, snapshot, let_go)
         thread = threading.get_ident()
 
-        def needs_caller() -> bool:
+        def is_blocked_by_caller() -> bool:
             return threading.get_ident() == thread and not snapshot.is_sealed
 
         runs = False
@@ -264,8 +264,13 @@ class Pipeline:
             self._take(place)
             # Staging makes a few short-lived objects per tensor; a garbage collection frees none, and may take 200 ms.
             with no_collections():
-                runs = snapshot.may_pass = self._submit(
-                    save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
+                runs = snapshot.may_relay = self._submit(
+                    save.path,
+                    action,
+                    lambda: snapshot.sealed_at,
+                    save=save,
+                    is_blocked_by_caller=is_blocked_by_caller,
+                    let_go=let_go,
                 )
                 save.take(snapshot)
                 save.complete(snapshot)
@@ -275,14 +280,14 @@ class Pipeline:
                 snapshot.seal()
         except BaseException as error:
             # On Ctrl-C, too: the other ranks must not wait for this one, nor the next save for memory.
-            do_through(self._give_up, snapshot, place, error)
+            do_uninterrupted(self._give_up, snapshot, place, error)
             if not save.is_shared:
                 self.queue.run_queued()
                 self.queue.wait(save.path)  # until its unfinished files are deleted
             raise
         finally:
             if not runs:
-                do_through(self.queue.run_queued)
+                do_uninterrupted(self.queue.run_queued)
         if snapshot.not_copied is not None:
             self._warn_of_memory(snapshot.not_copied)
             self._wait_for_live(save.path, snapshot)
@@ -318,7 +323,7 @@ class Pipeline:
                 self._overlaps = False
             raise
         finally:
-            do_through(let_go)  # before the listeners are called, which may take long
+            do_uninterrupted(let_go)  # before the listeners are called, which may take long
 
     def _let_go(self, save: Save, snapshot: Snapshot, place: Latch) -> None:
         snapshot.release()
@@ -333,7 +338,7 @@ class Pipeline:
         *,
         save: Save | None = None,
         is_copy: bool = False,
-        needs_caller: Callable[[], bool] = lambda: False,
+        is_blocked_by_caller: Callable[[], bool] = lambda: False,
         let_go: Callable[[], None] = lambda: None,
     ) -> bool:
         def action() -> None:
@@ -345,7 +350,7 @@ class Pipeline:
             committed = SaveCommitted(path=path, bytes=size, background_seconds=seconds, is_copy=is_copy)
             notify(self._listeners, committed)
 
-        job = Job(path, action, "background save", needs_caller=needs_caller, let_go=let_go)
+        job = Job(path, action, "background save", is_blocked_by_caller=is_blocked_by_caller, let_go=let_go)
         if is_copy:
             self._last_copy = job
         else:

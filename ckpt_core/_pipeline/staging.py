@@ -14,7 +14,7 @@ from ckpt_core._layouts.image import Image, ImageAbandonedError
 from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.device_copy import COPY_GROUP, BackgroundCopy, Piece
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
-from ckpt_core._pipeline.low_memory_copy import PassedImage, PassingWindows
+from ckpt_core._pipeline.low_memory_copy import RelayedImage, WindowRelay
 from ckpt_core.buffers import Move, StagingBuffer
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.process.threads import Latch
@@ -81,7 +81,7 @@ class Snapshot:
         self.is_live = buffers is None  # the save is in the foreground
         self.buffer: StagingBuffer | None = None  # where all tensors are copied, if one buffer holds them all
         self.not_copied: OutOfMemoryError | None = None  # no memory for a copy: training waits until all is written
-        self.may_pass = True  # whether a smaller buffer will do, because another thread writes and frees its windows
+        self.may_relay = True  # whether a smaller buffer will do, because another thread writes and frees its windows
         self.failure: CheckpointError | None = None  # why there is nothing to save, if the save was given up
         self.sealed_at = 0.0  # by time.perf_counter()
         self._path = path
@@ -90,7 +90,7 @@ class Snapshot:
         self._guard = TornSnapshotGuard(())
         self._copy: BackgroundCopy | HostCopy | None = None
         self._lent: StagingBuffer | None = None
-        self._passing: PassingWindows | None = None
+        self._passing: WindowRelay | None = None
         self._taken = Latch()
         self._sealed = Latch()
 
@@ -122,8 +122,8 @@ class Snapshot:
     def _use(self, buffer: StagingBuffer, nbytes: int) -> None:
         if buffer.nbytes >= nbytes:
             self.buffer = buffer
-        elif self.may_pass:
-            self._passing = PassingWindows(buffer, self._raise_why_not_copied)
+        elif self.may_relay:
+            self._passing = WindowRelay(buffer, self._raise_why_not_copied)
         else:
             raise OutOfMemoryError(
                 f"the state has {nbytes} bytes, and max_host_bytes leaves {buffer.nbytes} for a copy",
@@ -213,7 +213,7 @@ class Snapshot:
 
     def pass_through(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool] = lambda *_: False
-    ) -> list[tuple[str, PassedImage]] | None:
+    ) -> list[tuple[str, RelayedImage]] | None:
         """Begin to copy ``files`` through a buffer smaller than the state; return None if the buffer is not smaller.
 
         ``files`` are in writing order. ``is_there``, called before each is copied, says if it need not be written.

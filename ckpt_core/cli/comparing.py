@@ -99,7 +99,7 @@ def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> 
 
 def _leaves(path: str, options: Options) -> tuple[dict[str, Any], bool]:
     """Return the leaves of a checkpoint by key, and whether it is a bare model, such as a safetensors file."""
-    from ckpt_core.interchange.converting import beside_parts, load_whole
+    from ckpt_core.interchange.converting import load_whole, metadata_and_step
     from ckpt_core.tree import leaves
 
     found = find(path, options.storage_options)
@@ -108,7 +108,7 @@ def _leaves(path: str, options: Options) -> tuple[dict[str, Any], bool]:
         raise no_checkpoint(found, options.storage_options)
     trust = False if options.allow_pickle else None
     state = load_whole(path, weights_only=trust, storage_options=options.storage_options)
-    beside = beside_parts(full_path(path), options.storage_options)
+    beside = metadata_and_step(full_path(path), options.storage_options)
     known = dict(leaves({**beside, **state} if beside else state, repeats=True))
     is_model = foreign is not None and foreign.state is foreign.model  # no other keys around the model
     return known, is_model and all(name.startswith("model.") for name in known)

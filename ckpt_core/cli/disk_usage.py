@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ckpt_core.cli.finding import find_all, size_at
 from ckpt_core.cli.listing import print_hints
-from ckpt_core.cli.output import complain, count, print_json, print_table
+from ckpt_core.cli.output import count, print_error, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
@@ -96,5 +96,5 @@ def _du(options: Options) -> int:
         if not sizes:
             print_hints(places, options, failures)
     for error in failures.values():
-        complain(error)
+        print_error(error)
     return Exit.FAILED if failures else Exit.OK

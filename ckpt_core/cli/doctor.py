@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_core.cli.finding import find
-from ckpt_core.cli.output import complain, print_card, print_json
+from ckpt_core.cli.output import print_card, print_error, print_json
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
@@ -109,7 +109,7 @@ def _doctor(options: Options) -> int:
         rows += [(name, text) for name, text in _shown(found)]
         print_card(rows)
     if failure is not None:
-        complain(failure, "ckpt doctor")
+        print_error(failure, "ckpt doctor")
     return Exit.OK if failure is None else Exit.FAILED
 
 

@@ -322,7 +322,7 @@ def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
     return total
 
 
-def concerns_others(error: CheckpointError, path: str) -> bool:
+def is_store_error(error: CheckpointError, path: str) -> bool:
     """Return whether an error at one of several paths will also occur at the others: an error of an object store."""
     return isinstance(error, StorageError) and is_remote(path)
 
@@ -344,7 +344,7 @@ def find_all(
         try:
             found = find(path, storage_options, failures=failures)
         except CheckpointError as error:
-            if failures is None or len(paths) == 1 or concerns_others(error, path):
+            if failures is None or len(paths) == 1 or is_store_error(error, path):
                 raise
             failures[path] = error
             continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import Found, find_all, state_of
 from ckpt_core.cli.metrics_and_pins import Told, in_words, listen, reasons
-from ckpt_core.cli.output import age, complain, print_json, print_table
+from ckpt_core.cli.output import age, print_error, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
@@ -51,7 +51,7 @@ def _ls(options: Options) -> int:
         print_table(rows, right=(1, 3, 4), styles=_STYLES)
         print_hints(places, options, failures)
     for error in failures.values():
-        complain(error)
+        print_error(error)
     return Exit.FAILED if failures else Exit.OK
 
 

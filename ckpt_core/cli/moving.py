@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import (
-    concerns_others,
     find,
     find_all,
+    is_store_error,
     is_there,
     refuse_checkpoint,
     refuse_inside_checkpoint,
@@ -19,7 +19,7 @@ from ckpt_core.cli.finding import (
     refuse_target_inside_checkpoint,
     state_of,
 )
-from ckpt_core.cli.output import complain, print_json, print_lines, printable
+from ckpt_core.cli.output import print_error, print_json, print_lines, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.cli.progress import progress
 from ckpt_core.cli.tidying import agreed, delete
@@ -33,7 +33,7 @@ from ckpt_core.errors import (
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import full_path, is_remote, local_path
 from ckpt_core.pins import note_of_pin, pin, unpin
-from ckpt_core.process.console import beside_bars
+from ckpt_core.process.console import progress_bars_cleared
 from ckpt_core.storage import Storage, refuse_missing_bucket, storage_for
 from ckpt_core.storage.base import ReaderIO, is_directory_checkpoint, transfer
 
@@ -139,7 +139,7 @@ def _transfer_all(options: Options) -> int:
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"
-                with beside_bars():
+                with progress_bars_cleared():
                     print_lines(
                         f"{word if is_new else 'was there'}  {info.path} -> {target} "
                         f"({size_in_words(info.size)}, verified)"
@@ -147,7 +147,7 @@ def _transfer_all(options: Options) -> int:
     if options.json:
         print_json(done)
     for failure in failures.values():
-        complain(failure)
+        print_error(failure)
     return Exit.FAILED if failures else Exit.OK
 
 
@@ -166,7 +166,7 @@ def _sources(options: Options, failures: dict[str, CheckpointError]) -> tuple[li
             if not found.checkpoints and len(failures) == closed:
                 raise CheckpointError(found.hint(options.storage_options), path=source)
         except CheckpointError as error:
-            if not is_many or concerns_others(error, source):
+            if not is_many or is_store_error(error, source):
                 raise
             failures[source] = error
             continue

@@ -56,7 +56,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def complain(error: Exception | str, command: str = "ckpt") -> None:
+def print_error(error: Exception | str, command: str = "ckpt") -> None:
     """Print an error to stderr, without characters that would control the terminal."""
     text = f"{command}: {error}" if isinstance(error, str) else f"{command}: {type(error).__name__}: {error}"
     print("\n".join(printable(line) for line in text.split("\n")), file=sys.stderr)
@@ -73,7 +73,7 @@ def fail(options: argparse.Namespace, error: Exception | str, code: int, *, said
     """Print why a command does nothing, with ``--json`` also as its JSON document, and return its exit code."""
     if isinstance(error, UnsafeCheckpointError):  # its own remedy, weights_only, is for programs
         error.remedy = "if you trust its author, ckpt convert and diff take --allow-pickle: it can run arbitrary code"
-    complain(error, said_by)
+    print_error(error, said_by)
     if options.json:
         print_json_error(error, code)
     return code

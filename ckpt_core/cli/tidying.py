@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.cli.disk_usage import freed_by
 from ckpt_core.cli.finding import find, refuse_checkpoint, state_of
 from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
-from ckpt_core.cli.output import complain, count, fail, print_json, print_table, printable
+from ckpt_core.cli.output import count, fail, print_error, print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.cli.progress import progress
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
@@ -109,7 +109,7 @@ def _prune(options: Options) -> int:
         state_of(info, options.storage_options, failures=failures)
     if failures:  # an unreadable checkpoint may change which others the rules keep
         for error in failures.values():
-            complain(error)
+            print_error(error)
         said = f"nothing was deleted, because not all of {options.directory} could be read"
         return fail(options, said, Exit.FAILED, said_by="ckpt prune")
     if not found.checkpoints:
@@ -164,7 +164,7 @@ def _problem_of_newest(decisions: Sequence[_Decision], options: Options) -> str:
             with progress(options, "verify", newest.size):
                 loading.verify(newest.path, storage_options=options.storage_options)
         except CheckpointError as error:
-            complain(error)
+            print_error(error)
             why = "could not be read: run the command again"
             if isinstance(error, CheckpointCorruptedError):
                 why = "does not verify: move it away first"

@@ -177,11 +177,11 @@ def convert_to_file(
         _state_on_disk(source, target, weights_only, storage_options) as state,
         Checkpointer(strategy="sync", storage_options=storage_options) as files,
     ):
-        beside = beside_parts(full_path(source), storage_options)
+        beside = metadata_and_step(full_path(source), storage_options)
         return files.save({**beside, **state} if beside else state, target)
 
 
-def beside_parts(path: str, storage_options: dict[str, Any] | None) -> dict[str, Any]:
+def metadata_and_step(path: str, storage_options: dict[str, Any] | None) -> dict[str, Any]:
     """Return metadata and ``step`` of a directory checkpoint; empty for a Trainer's checkpoint and other layouts."""
     storage = storage_for(path, storage_options)
     if not is_directory_checkpoint(storage, path):

@@ -112,7 +112,7 @@ def wait_for_saves(path: str, *, below: bool = False) -> None:
     """
     if not _saves or getattr(_thread, "is_free", False):
         return
-    with waiting_for_nothing():
+    with without_waiting():
         how = _TREE if below else _LISTING
         names = {_absolute(path)} if _is_url(path) else _names_of(path, how)
         for item in tuple(_saves):
@@ -135,7 +135,7 @@ def wait_for(path: Any) -> None:
 
 
 @contextlib.contextmanager
-def waiting_for_nothing() -> Iterator[None]:
+def without_waiting() -> Iterator[None]:
     """Let this thread access any path in the body without waiting, because other threads wait for it."""
     before = getattr(_thread, "is_free", False)
     _thread.is_free = True
@@ -161,7 +161,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 def _wait(how: int, paths: tuple[Any, ...], *, caller: types.FrameType | None = None) -> None:
     if getattr(_thread, "is_free", False):
         return
-    with waiting_for_nothing():
+    with without_waiting():
         touched = [name for path in paths for name in _names_of(path, how)]
         concerned = [item for item in list(_expected) if any(item.is_touched(name, how) for name in touched)]
         if not concerned or _is_exempt(caller or sys._getframe(1)):

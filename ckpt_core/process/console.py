@@ -29,7 +29,7 @@ def warn(message: str, *, stacklevel: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def beside_bars(logger: logging.Logger | None = None) -> Iterator[None]:
+def progress_bars_cleared(logger: logging.Logger | None = None) -> Iterator[None]:
     """Clear progress bars while the body prints a line, maybe through ``logger``, and redraw them afterwards."""
     tqdm = sys.modules.get("tqdm")
     with contextlib.ExitStack() as stack:
@@ -70,7 +70,7 @@ class Progress:
             self._say(self._done, seconds)
 
 
-def counted_aloud(total: int, what: str, say: Callable[[str], None]) -> Iterator[int]:
+def range_with_progress(total: int, what: str, say: Callable[[str], None]) -> Iterator[int]:
     """Yield the numbers below ``total``, and call ``say`` with progress lines if the loop takes long."""
 
     def tell(done: int, seconds: float) -> None:

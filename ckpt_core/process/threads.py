@@ -53,7 +53,7 @@ class Latch:
         return self._is_set
 
 
-def wait_through(event: Latch) -> None:
+def wait_uninterrupted(event: Latch) -> None:
     """Wait for ``event``, and only then raise what a signal handler raised meanwhile (Ctrl-C).
 
     Used when other threads use memory or files that the caller would release on the exception. ``Thread.join`` cannot
@@ -69,7 +69,7 @@ def wait_through(event: Latch) -> None:
         raise interruption
 
 
-def do_through(act: Callable[..., None], *arguments: object) -> None:
+def do_uninterrupted(act: Callable[..., None], *arguments: object) -> None:
     """Call ``act``, again if a signal handler interrupts it (Ctrl-C), and only then raise what the handler raised.
 
     For actions that must be completed in any case, and that may be repeated.
@@ -97,7 +97,7 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if collects:
-            do_through(gc.enable)
+            do_uninterrupted(gc.enable)
 
 
 class _Begun(threading.Event):
@@ -176,7 +176,7 @@ def run_parallel(
     while not all(ended.is_set() for _, ended in helpers):
         try:
             for _, ended in helpers:
-                wait_through(ended)
+                wait_uninterrupted(ended)
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
     if errors:

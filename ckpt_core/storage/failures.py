@@ -38,7 +38,7 @@ class Secrets:
             text = text.replace(secret, _HIDDEN)
         return _SIGNED_PARAMETER.sub(rf"\1{_HIDDEN}", _USER_INFO.sub(rf"\1{_HIDDEN}@", text))
 
-    def are_in(self, error: BaseException) -> bool:
+    def occur_in(self, error: BaseException) -> bool:
         """Return whether ``error``, or its cause or context, would show a credential when printed."""
         seen: set[int] = set()
         link: BaseException | None = error
@@ -86,7 +86,7 @@ def describer(secrets: Secrets, action: str, path: str) -> Describe:
                 remedy="check the URL, the credentials and the storage_options",
                 errno=getattr(error, "errno", None),
             )
-        failure.__cause__ = None if secrets.are_in(error) else error
+        failure.__cause__ = None if secrets.occur_in(error) else error
         return failure
 
     return describe

@@ -32,7 +32,7 @@ from ckpt_core.storage.failures import Describe, Secrets, describer, translated
 from ckpt_core.storage.lease import LEASE_PREFIX, Lease, has_others, remove_dead_leases
 from ckpt_core.storage.obstore_choice import PROBE_PREFIX, KnownClients, ObstoreChoice
 from ckpt_core.storage.obstore_client import OBSTORE_OPTIONS
-from ckpt_core.storage.retry import Retries, silence_told
+from ckpt_core.storage.retry import Retries, report_silence
 from ckpt_core.storage.s3_settings import s3_defaults
 from ckpt_core.storage.uploads import (
     ObstoreWriter,
@@ -73,7 +73,7 @@ def _open_filesystem(url: str, options: dict[str, Any], secrets: Secrets) -> Any
     protocol = url.partition("://")[0]
     with_defaults = s3_defaults(options) if protocol in _S3 else options
     describe = describer(secrets, "open", url)
-    with translated(describe), silence_told(describe):
+    with translated(describe), report_silence(describe):
         try:
             filesystem, _ = fsspec.core.url_to_fs(url, **with_defaults)
         except ImportError as error:

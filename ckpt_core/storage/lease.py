@@ -186,7 +186,7 @@ class Lease(Claim):
             other = self._others.get(path) or _Other(_owner_of(self._store, path), modified)
             if other.owner == this_process():
                 continue  # an earlier lease of this process, which is being deleted
-            is_living = lives(other.owner)
+            is_living = is_alive(other.owner)
             other.is_confirmed |= modified > other.modified or is_living is True
             if now - modified > ALIVE_SECONDS or is_living is False:
                 with contextlib.suppress(CheckpointError):
@@ -208,7 +208,7 @@ def has_others(store: LeaseStore, directory: str) -> bool:
 def remove_dead_leases(store: LeaseStore, leases: Iterable[FileInfo]) -> None:
     """Delete those of ``leases`` whose processes were on this machine and are dead."""
     for info in leases:
-        if lives(_owner_of(store, info.path)) is False:
+        if is_alive(_owner_of(store, info.path)) is False:
             store.delete(info.path)
 
 
@@ -239,7 +239,7 @@ def _start_of(pid: int) -> str:
     return ""
 
 
-def lives(owner: dict[str, Any]) -> bool | None:
+def is_alive(owner: dict[str, Any]) -> bool | None:
     """Return whether a process is alive; None if it is on another machine, so that this is unknown."""
     if not owner.get("machine") or owner["machine"] != _machine():
         return None

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # saves could wait for it for ever, if it interrupts the search for credentials.
 KnownClients: TypeAlias = dict[str, ObstoreClient | None]
 PROBE_PREFIX = ".ckpt-probe-"
-_TOLD: set[tuple[str, str]] = set()  # buckets for which obstore is not used, with the reason, as already logged
+_LOGGED: set[tuple[str, str]] = set()  # buckets for which obstore is not used, with the reason, as already logged
 
 
 class Requests(Protocol):
@@ -110,8 +110,8 @@ class ObstoreChoice:
             remedy = 'leave out storage_options["backend"]'
             raise StorageError(f"obstore cannot be used: {why}", path=shown, remedy=remedy) from None
         self._known[identity] = None
-        if (shown, why) not in _TOLD:
-            _TOLD.add((shown, why))
+        if (shown, why) not in _LOGGED:
+            _LOGGED.add((shown, why))
             logger.info("fsspec's client moves the bytes of %s, and not obstore, which is faster: %s", shown, why)
 
     def _probe(self, client: ObstoreClient, path: str, by_fsspec: Requests) -> bool:

@@ -122,7 +122,7 @@ logging.getLogger("stamina").addFilter(_is_not_ours)
 
 
 @contextlib.contextmanager
-def silence_told(describe: Describe) -> Iterator[None]:
+def report_silence(describe: Describe) -> Iterator[None]:
     """Call :attr:`Retries.on_silence`, on a timer thread, if the body takes longer than two seconds."""
     tell = Retries.on_silence
     if tell is None:
@@ -152,7 +152,7 @@ class Retries:
         self._first_attempts = first_attempts
         self._patience = patience
         self._has_answered = False
-        self._failing_since, self._failed_at, self._told_at = 0.0, -float("inf"), -float("inf")  # by time.monotonic()
+        self._failing_since, self._failed_at, self._warned_at = 0.0, -float("inf"), -float("inf")  # by time.monotonic()
 
     @property
     def has_given_up(self) -> bool:
@@ -163,7 +163,7 @@ class Retries:
     def call(self, request: Callable[[], Result], describe: Describe) -> Result:
         """Call ``request``, with retries, and return its result; ``describe`` turns its error into one for the user."""
         try:
-            with contextlib.nullcontext() if self._has_answered else silence_told(describe):
+            with contextlib.nullcontext() if self._has_answered else report_silence(describe):
                 for attempt in self._attempts():
                     with attempt:
                         began = time.monotonic()
@@ -191,8 +191,8 @@ class Retries:
                 return False
             told = error.failure.message, error.failure.path
             now = time.monotonic()
-            if error.is_first and now - self._told_at > _CALM:  # warn once, however many requests fail meanwhile
-                self._told_at = now
+            if error.is_first and now - self._warned_at > _CALM:  # warn once, however many requests fail meanwhile
+                self._warned_at = now
                 logger.warning("%s (%s); trying again for at most %g s", *told, self._patience)
             else:
                 logger.info("%s (%s); trying again, %d of %d", *told, count, most - 1)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Delete = Callable[[], None]
 
-_SECONDS_WITHOUT_A_WORD = 3.0  # how long close() waits without a log line; most uploads end in this time
+_SECONDS_BEFORE_LOG = 3.0  # how long close() waits without a log line; most uploads end in this time
 
 
 class Uploader:
@@ -113,7 +113,7 @@ class Uploader:
                 newest = max(reversed(waiting), key=_committed)  # not the last: a path saved again keeps its place
                 self.queue.cancel(newest)
                 self._submit(self._upload_of(newest), place="next")
-        if not self.queue.wait(timeout=_SECONDS_WITHOUT_A_WORD):
+        if not self.queue.wait(timeout=_SECONDS_BEFORE_LOG):
             names = ", ".join(map(os.path.basename, self.queue.pending))
             logger.warning("waiting for uploads to %s: %s", self._tiers.upload_to, names)
         while jobs := self.queue.jobs():  # an upload may have queued others

@@ -164,7 +164,7 @@ class JustInTime:
             notes.add(f"rank {trainer.global_rank} had come further than the point that is saved")
         common = {"world_size": trainer.world_size, "notes": sorted(notes), "post_local_sgd": {}}
         self._state.joined = join_ranks(
-            {**mine, **common}, [rescue.own_of(rank, "per_rank") for rank in range(trainer.world_size)]
+            {**mine, **common}, [rescue.per_rank_state_of(rank, "per_rank") for rank in range(trainer.world_size)]
         )
         try:
             return whole_checkpoint(trainer)

@@ -54,7 +54,7 @@ class Lookup:
     levels: int = 0
     _best: str | None = None
 
-    def reach_by(self, storage_options: dict[str, Any] | None, tiers: Tiers | None) -> None:
+    def set_access(self, storage_options: dict[str, Any] | None, tiers: Tiers | None) -> None:
         """Set how the checkpoints are accessed."""
         if (storage_options, tiers) != (self.storage_options, self.tiers):
             self._best = None  # the earlier options may not have found it
@@ -137,7 +137,7 @@ class Lookup:
                     "using %s as the best checkpoint: it does not record which one has the best %s", newest, monitor
                 )
             return newest
-        for path in dict.fromkeys([where_it_is(best, known.get("dirpath"), directory), best]):
+        for path in dict.fromkeys([moved_path(best, known.get("dirpath"), directory), best]):
             try:
                 catalog.check(path)
             except CheckpointNotFoundError:
@@ -174,7 +174,7 @@ class Lookup:
         return [path for path in found if _is_of_run(catalog.peek(path), root, directory)]
 
 
-def where_it_is(path: str, before: str | None, directory: str) -> str:
+def moved_path(path: str, before: str | None, directory: str) -> str:
     """Return the path of a checkpoint that was saved in ``before``, after that was moved or copied to ``directory``."""
     inside = f"{(before or '').rstrip('/')}/"
     return f"{directory.rstrip('/')}/{path[len(inside) :]}" if before and path.startswith(inside) else path
@@ -187,9 +187,9 @@ def follow(known: Any, directory: str) -> bool:
         return False
     for name, value in known.items():
         if isinstance(value, str) and name != "dirpath":
-            known[name] = where_it_is(value, before, directory)
+            known[name] = moved_path(value, before, directory)
     known["best_k_models"] = {
-        where_it_is(path, before, directory): score for path, score in known.get("best_k_models", {}).items()
+        moved_path(path, before, directory): score for path, score in known.get("best_k_models", {}).items()
     }
     known["dirpath"] = directory
     return True

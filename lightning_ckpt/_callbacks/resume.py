@@ -79,7 +79,7 @@ class AutoResume:
 
 
 def find_resume(trainer: Any) -> list[str | None]:
-    """Return what a ``fit`` without a path resumes from; for :func:`~lightning_ckpt._private.hooks.without_a_path`."""
+    """Return what a ``fit`` without a path resumes from; passed to ``_private.hooks.find_path_when_none``."""
     callbacks = [callback for callback in trainer.callbacks if getattr(callback, "auto_resume", None) is not None]
     if not callbacks:
         return []

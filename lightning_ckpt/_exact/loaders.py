@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.process.console import counted_aloud
+from ckpt_core.process.console import range_with_progress
 from ckpt_core.state.elastic import EpochShare, RemainingBatches, describe_order
 from ckpt_core.state.loaders import READS_ON, FetchHistory, LoaderMark, LoaderTracker
 from ckpt_core.state.rng import RngState
@@ -469,7 +469,7 @@ class TrainingData:
         if self._history.draws_while_reading or last_rng is not None:
             # batches that contain random numbers differ when read again, except the last, read with its generators
             first = drop - 1 if last_rng is not None else drop
-        for number in counted_aloud(drop, _AGAIN, functools.partial(announce, self._internals.trainer)):
+        for number in range_with_progress(drop, _AGAIN, functools.partial(announce, self._internals.trainer)):
             if number == drop - 1 and last_rng is not None:
                 RngState.decode(last_rng).restore()
             batch = next(iterator, None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_given_back: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose groups were restored here
+_restored_here: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose groups were restored here
 
 Groups = list[list[list[str]]]  # names of parameters, by optimizer and group
 
@@ -55,7 +55,7 @@ class ParameterGroups:
         made = [[[by_id[one] for one in group if one in by_id] for group in groups] for groups in self._first]
         found = made if before is None else [_parameters(self._trainer, groups) for groups in before]
         for (optimizer, now), groups in zip(kept, found, strict=False):
-            if optimizer in _given_back and groups is not None:
+            if optimizer in _restored_here and groups is not None:
                 settings = [*now, *[now[-1]] * len(groups)]
                 optimizer.param_groups[:] = [{**one, "params": of} for one, of in zip(settings, groups, strict=False)]
         yield
@@ -78,7 +78,7 @@ def restore_groups(trainer: Any, saved: Groups | None, states: Sequence[Mapping[
         members, wanted = ([[*map(id, of)] for of in groups] for groups in (now, found))
         if members == wanted:
             continue
-        _given_back.add(optimizer)
+        _restored_here.add(optimizer)
         made = [{**one, "params": of} for one, of in zip(settings, found, strict=True)]
         if members == wanted[: len(members)]:
             for group in made[len(members) :]:

@@ -16,7 +16,7 @@ from lightning_ckpt._exact.loaders import TrainingData
 _APART = {"post_local_sgd": "post-localSGD/", "buffers": "buffers/"}
 
 
-def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_large(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest."""
     large = dict(mine["gradients"])
     large |= {key: mine[name] for name, key in _APART.items() if mine[name]}
@@ -24,7 +24,7 @@ def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, Any]:
-    """Undo :func:`keep_apart` in the exact state of all ranks; ``apart`` is what ranks wrote themselves, by rank."""
+    """Undo :func:`split_large` in the exact state of all ranks; ``apart`` is what ranks wrote themselves, by rank."""
     ranks = list(state[Kind.PER_RANK.value])
     for rank, saved in apart.items():
         if rank < len(ranks) and ranks[rank] is not None:

@@ -50,11 +50,11 @@ from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_
 from lightning_ckpt._exact.modes import Modes
 from lightning_ckpt._exact.parameter_groups import ParameterGroups
 from lightning_ckpt._exact.precision import Precision, as_python_numbers
-from lightning_ckpt._exact.rank_states import continue_elastic, elastic_causes, keep_apart, put_back, state_for_rank
-from lightning_ckpt._exact.user_attributes import Digests, UsersObjects
+from lightning_ckpt._exact.rank_states import continue_elastic, elastic_causes, put_back, split_large, state_for_rank
+from lightning_ckpt._exact.user_attributes import Digests, UserAttributes
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
-from lightning_ckpt._private.pruning import masks_left_out, weights_to_go_back_to
+from lightning_ckpt._private.pruning import missing_masks, weights_to_go_back_to
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._recording import Recording
 from lightning_ckpt._report import announce, resumed_in_words
@@ -122,7 +122,7 @@ class ExactState(Live):
         self._groups = ParameterGroups(trainer)
         self._epoch = EpochStart(self._internals, self._groups)
         self._modes = Modes(trainer.lightning_module)
-        self._users = UsersObjects(trainer)
+        self._users = UserAttributes(trainer)
         self._variables = ScriptVariables(trainer, self._warn)
         self._lengths = EpochLengths()
         self._is_in_epoch = self._is_inside = self._is_cut = self._trains = False
@@ -137,7 +137,7 @@ class ExactState(Live):
         self._drawn = (0, "")
         self._to_make: dict[str, dict[str, Any]] = {}  # the same in the checkpoint that is resumed from
         # ahead: this fit had nothing left to train, in the checkpoint of a later fit; behind: the fit before was ahead
-        self._is_ahead = self._is_behind = False
+        self._resumed_later_fit = self._follows_such_fit = False
         self._ahead: Callable[[], Any] = _no_model  # returns the model of the fit that was ahead
         self._precision: Precision | None = None  # for rounded tensors of the checkpoint, until training starts
         self._buffers: Collection[str] = ()  # names of the module's buffers at the start of the fit
@@ -175,8 +175,8 @@ class ExactState(Live):
         if before is not None and not before._released:
             return before
         state = cls(trainer, replay, warn)
-        if before is not None and before._is_ahead:
-            state._is_behind, state._ahead = True, before._ahead
+        if before is not None and before._resumed_later_fit:
+            state._follows_such_fit, state._ahead = True, before._ahead
         setattr(trainer, _ATTRIBUTE, state)
         return state
 
@@ -184,7 +184,7 @@ class ExactState(Live):
     def resumed_ahead(trainer: Any) -> bool:
         """Return whether a Trainer's last fit had nothing left to train in the checkpoint of a later fit."""
         state = getattr(trainer, _ATTRIBUTE, None)
-        return state is not None and state._is_ahead
+        return state is not None and state._resumed_later_fit
 
     @staticmethod
     def evaluation_begins(trainer: Any, stage: str, warn: Callable[[str], None]) -> None:
@@ -232,19 +232,19 @@ class ExactState(Live):
             counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
             shared["notes"] += self._post_local_sgd.restore(counters, own, resharded=self._is_resharded(self._loaded))
             self._continues = True
-            if self._is_behind and self._ahead() is not self._trainer.lightning_module:
+            if self._follows_such_fit and self._ahead() is not self._trainer.lightning_module:
                 self._warn(
                     "the fit before this one, of another model, resumed from a checkpoint that this fit had saved, so "
                     "that model has the weights of this one (give each model a Trainer and a directory of its own)"
                 )
         elif self._has_none:
             self._announce(self._internals.progress(), _INEXACT)
-        elif self._is_behind:
+        elif self._follows_such_fit:
             self._warn(
                 "an earlier fit of this Trainer had nothing left to train, as it resumed from a checkpoint that this "
                 "fit had saved, and this fit has no ckpt_path (give it ckpt_path, too)"
             )
-        self._has_none = self._is_behind = False
+        self._has_none = self._follows_such_fit = False
 
     def fit_ended(self) -> None:
         """Finish the fit; if nothing was left to train, restore here what the script may use after it."""
@@ -257,7 +257,9 @@ class ExactState(Live):
                 self._warn("; ".join(notes))
             epochs = epochs_begun(shared["phase"], shared["progress"]["epoch"]["current"]["processed"])
             limits, done = self._internals.limits(), {"max_epochs": epochs, "max_steps": self._trainer.global_step}
-            self._is_ahead = any(n > limits[name] for name, n in done.items() if limits[name] not in (None, -1))
+            self._resumed_later_fit = any(
+                n > limits[name] for name, n in done.items() if limits[name] not in (None, -1)
+            )
             self._ahead = weakref.ref(self._trainer.lightning_module)
             # for what a script draws after a fit, such as the weights of the next model
             RngState.decode(mine["rng"]).restore()
@@ -474,7 +476,7 @@ class ExactState(Live):
             return
         mine["per_rank"] = {**mine["per_rank"], "buffers": self._own_buffers(mine["per_rank"]["gradients"])}
         if is_routed(self._trainer.strategy):
-            checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
+            checkpoint[GRADIENTS_KEY], mine["per_rank"] = split_large(mine["per_rank"])
         counters = self._post_local_sgd.counters()
         mine["alarm"] = self._recording.take_alarm() if self._recording is not None else ""
         ranks = self.gathering.gather(mine)
@@ -482,7 +484,7 @@ class ExactState(Live):
             for alarm in filter(None, (rank["alarm"] for rank in ranks if rank is not None)):
                 warn(alarm, stacklevel=2)
             notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
-            notes += masks_left_out(self._trainer.lightning_module, checkpoint.get("state_dict", {}))
+            notes += missing_masks(self._trainer.lightning_module, checkpoint.get("state_dict", {}))
             common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}
             common["goes_back_to"] = self._goes_back_to
             are_means = self._averaged or counters.get("differ")
@@ -868,7 +870,7 @@ class ExactState(Live):
         if shared["validation_made"]:
             self._internals.set_up_validation()
         else:
-            self._internals.make_validation_anew()
+            self._internals.discard_validation_loaders()
         self._to_make = {}
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)

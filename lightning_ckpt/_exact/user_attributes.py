@@ -67,7 +67,7 @@ Place = tuple[str, str]  # an object, and the path to a value that it carries
 Before = tuple[Any, Any, int]
 
 
-class UsersObjects(Live):
+class UserAttributes(Live):
     """Tracks the attributes of one Trainer's module, datamodule and callbacks of the user's own classes."""
 
     def __init__(self, trainer: Any) -> None:
@@ -179,7 +179,7 @@ class UsersObjects(Live):
         found = {name: plain.changed() for name, plain in self._plain.items()}
         changed = {name: {path: digest for path, (digest, _) in of.items()} for name, of in found.items()}
         self._changed = {name: [*of] for name, of in found.items()}
-        self._look_for_set_back(found)
+        self._find_reset_attributes(found)
         made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
             made = {
@@ -259,7 +259,7 @@ class UsersObjects(Live):
             made = (self._begun or {}).get(name, {}).get(path, made)
         return self._put_back.get((name, path), self._at_start.get(name, {}).get(path, made))
 
-    def _look_for_set_back(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
+    def _find_reset_attributes(self, changed: Mapping[str, Mapping[str, tuple[str, Found]]]) -> None:
         """Find attributes that the source resets or sets again and again, whose values are thus not user settings."""
         new = {
             (name, path): found

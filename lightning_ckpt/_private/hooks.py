@@ -77,7 +77,7 @@ def before_look_ups(call: _Call) -> None:
     _around_look_ups(select, call)
 
 
-def without_a_path(find: Callable[[Any], list[str | None]], is_ahead: Callable[[Any], bool]) -> None:
+def find_path_when_none(find: Callable[[Any], list[str | None]], is_ahead: Callable[[Any], bool]) -> None:
     """Make every Trainer call ``find(trainer)`` to learn what a ``fit`` without ``ckpt_path`` resumes from.
 
     ``find`` returns an empty list to leave the choice to Lightning, else a list of the path, or of None for a fresh
@@ -98,7 +98,7 @@ def without_a_path(find: Callable[[Any], list[str | None]], is_ahead: Callable[[
     _around_look_ups(select, find)
 
 
-def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
+def override_path(choose: Callable[[Any], str | None], root: str) -> None:
     """Make every Trainer call ``choose(trainer)`` for what its first ``fit`` resumes from, whatever its ``ckpt_path``.
 
     Files that Lightning and its loggers write go to the directory ``root``, for which there is no setter. Functions

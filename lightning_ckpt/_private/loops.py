@@ -401,7 +401,7 @@ class Internals:
         epoch_loop._batches_that_stepped += 1
         self.fit_loop.epoch_progress.increment_completed()
 
-    def make_validation_anew(self) -> None:
+    def discard_validation_loaders(self) -> None:
         """Discard the validation loaders that Lightning makes when a fit starts: they are made when needed."""
         self.val_loop._combined_loader = None
 

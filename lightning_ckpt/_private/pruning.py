@@ -32,7 +32,7 @@ def _goes_back(callback: Any) -> bool:
     return bool(pruned.weight_orig == 1)
 
 
-def masks_left_out(module: torch.nn.Module, saved: Collection[str]) -> list[str]:
+def missing_masks(module: torch.nn.Module, saved: Collection[str]) -> list[str]:
     """Return a note if masks of pruning are not in the saved weights."""
     masks = [name for name, _ in module.named_buffers() if name.endswith("_mask")]
     pruned = {name.removesuffix("_orig") for name, _ in module.named_parameters() if name.endswith("_orig")}

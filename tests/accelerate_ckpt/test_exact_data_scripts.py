@@ -200,7 +200,7 @@ def test_ranks_but_the_first_log_what_they_read_otherwise(
     run = Run()
     monkeypatch.setattr(type(run.accelerator), "is_main_process", False)
     for _ in range(2):
-        run.positions.reads_otherwise("another batch")
+        run.positions.warn_data_differs("another batch")
     assert run.warned == [] and caplog.text.count("rank 0: this resume is not exact: another batch") == 1
 
 

@@ -34,7 +34,7 @@ from ckpt_core._pipeline import staging
 from ckpt_core._pipeline.host_copy import HostCopy
 from ckpt_core.catalog import Catalog
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
-from ckpt_core.process.awaited_paths import waiting_for_nothing
+from ckpt_core.process.awaited_paths import without_waiting
 from ckpt_core.storage import MANIFEST_NAME, Fault, FaultyStorage, LocalStorage
 from tests.support.states import assert_same_state, states
 
@@ -382,7 +382,7 @@ def test_an_async_save_returns_before_it_is_there(tmp_path: Path) -> None:
     assert checkpointer.is_pending(tmp_path / "a")
     assert checkpointer.exists(tmp_path / "a")
     assert not (tmp_path / "a").exists()
-    with waiting_for_nothing(), pytest.raises(CheckpointNotFoundError, match="written last"):
+    with without_waiting(), pytest.raises(CheckpointNotFoundError, match="written last"):
         DirectoryCheckpointer().load(tmp_path / "a")
     loaded: list[Any] = []
     loading = threading.Thread(target=lambda: loaded.append(checkpointer.load(tmp_path / "a")))

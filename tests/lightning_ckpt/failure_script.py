@@ -36,7 +36,7 @@ class Opens(Callback):
     def on_exception(self, trainer: Any, *_: Any) -> None:
         pending = trainer.strategy.checkpoint_io.checkpointer.pending
         saved = Path(trainer.checkpoint_callback.dirpath)
-        with awaited_paths.waiting_for_nothing():
+        with awaited_paths.without_waiting():
             self.at_exception = [list(pending), names(saved) if saved.exists() else []]
         threading.Timer(0.2, GatedStorage.opened.set).start()
 

@@ -210,7 +210,7 @@ def test_an_exception_of_the_user_surfaces_and_the_save_under_way_is_finished(
 
     class Opens(Callback):
         def on_exception(self, *_: Any) -> None:
-            with awaited_paths.waiting_for_nothing():
+            with awaited_paths.without_waiting():
                 under_way.append((plugin.checkpointer.pending, names(tmp_path / "saved")))
             threading.Timer(0.2, gate.set).start()
 

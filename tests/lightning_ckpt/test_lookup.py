@@ -467,5 +467,5 @@ def test_the_best_is_looked_up_again_when_it_is_known_how_to_reach_it(tmp_path: 
     save_states(remote, "step=1.ckpt")
     lookup = Lookup(".ckpt", "last")
     assert lookup.best(str(local), "callback", None) == ""
-    lookup.reach_by(None, Tiers(local_dir=str(local), upload_to=str(remote)))
+    lookup.set_access(None, Tiers(local_dir=str(local), upload_to=str(remote)))
     assert lookup.best(str(local), "callback", None) == str(local / "step=1.ckpt")

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_core.state.changed_values import looks_without_waiting
 from lightning_ckpt import ResumableCheckpoint
-from lightning_ckpt._exact.user_attributes import UsersObjects
+from lightning_ckpt._exact.user_attributes import UserAttributes
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Outcome, Thaws, make_trainer, outcome
 from tests.lightning_ckpt.exact_data import Shifts
@@ -680,10 +680,10 @@ def test_what_a_step_sets_for_the_next_one_is_put_back(at: tuple[str, int], tmp_
 
 
 def test_what_a_module_in_the_module_keeps_of_a_step_is_put_back(tmp_path: Path) -> None:
-    def users_of(model: Model) -> UsersObjects:
+    def users_of(model: Model) -> UserAttributes:
         trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False)
         trainer.strategy.connect(model)
-        return UsersObjects(trainer)
+        return UserAttributes(trainer)
 
     first, second = SetsForTheNextStep(tmp_path), SetsForTheNextStep(tmp_path)
     users = users_of(first)
@@ -697,7 +697,7 @@ def test_what_a_module_in_the_module_keeps_of_a_step_is_put_back(tmp_path: Path)
 def test_the_time_of_another_process_is_not_put_back(tmp_path: Path) -> None:
     model, trainer = SetsForTheNextStep(tmp_path), pl.Trainer(accelerator="cpu", devices=1, logger=False)
     trainer.strategy.connect(model)
-    users = UsersObjects(trainer)
+    users = UserAttributes(trainer)
     users.training_starts()
     model.late_began, model.late_factor = time.perf_counter(), 0.5
     _, made = users.capture()
@@ -732,7 +732,7 @@ def test_what_ends_a_training_is_not_put_back(tmp_path: Path) -> None:
     stops = Stops()
     model, trainer = Model(), pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[stops])
     trainer.strategy.connect(model)
-    users = UsersObjects(trainer)
+    users = UserAttributes(trainer)
     users.training_starts()
     stops.asked_to_stop, stops.used_up, stops.used = True, True, 2.0
     stops.look()
@@ -762,7 +762,7 @@ def test_a_number_of_an_earlier_release_that_is_a_buffer_now_is_left_alone(tmp_p
     model, trainer = Model(), pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     model.register_buffer("scale", torch.ones(()))
     trainer.strategy.connect(model)
-    users = UsersObjects(trainer)
+    users = UserAttributes(trainer)
     users.make_again({"module": {"scale": {"value": 2.0, "in_place": False}}})
     users.before_hooks({})
     users.after_hooks()
@@ -777,7 +777,7 @@ def test_what_a_look_could_not_wait_for_is_not_said_to_differ(
     model, trainer = Model(), pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     model.hidden, model.number = torch.zeros(2, device=accelerator.type), 1
     trainer.strategy.connect(model)
-    users = UsersObjects(trainer)
+    users = UserAttributes(trainer)
     users.training_starts()
     model.hidden += 1
     model.number = 2.5

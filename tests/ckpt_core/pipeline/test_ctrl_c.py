@@ -33,9 +33,10 @@ FILES = {
     "twice": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/process/threads.py"),
 }
 # Signals are not handled between the last line of a block and the end of its lock, nor at the head of a block, where
-# lines are seen, too. ``do_through`` and its first lines: nothing can be done about a signal there right after another.
+# lines are seen, too. ``do_uninterrupted`` and its first lines: nothing can be done about a signal there right after
+# another.
 UNREAL = ("with ", "try:")
-UNREAL_LATE = (*UNREAL, "except", "do_through(", "if not runs:", "interruption: BaseException", "while True:")
+UNREAL_LATE = (*UNREAL, "except", "do_uninterrupted(", "if not runs:", "interruption: BaseException", "while True:")
 
 
 class Interrupting:

@@ -24,7 +24,7 @@ from ckpt_core._layouts.image import WINDOW, ImageAbandonedError
 from ckpt_core._pipeline import staging
 from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.jobs import JobQueue
-from ckpt_core._pipeline.low_memory_copy import PassingWindows
+from ckpt_core._pipeline.low_memory_copy import WindowRelay
 from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.events import Event, SnapshotTaken
@@ -85,15 +85,15 @@ def state_of(device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[PassingWindows]:
+def made(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[WindowRelay]:
     """The windows of each save that is begun."""
-    found: queue.SimpleQueue[PassingWindows] = queue.SimpleQueue()
+    found: queue.SimpleQueue[WindowRelay] = queue.SimpleQueue()
 
-    def make(*arguments: Any) -> PassingWindows:
-        found.put(windows := PassingWindows(*arguments))
+    def make(*arguments: Any) -> WindowRelay:
+        found.put(windows := WindowRelay(*arguments))
         return windows
 
-    monkeypatch.setattr(staging, "PassingWindows", make)
+    monkeypatch.setattr(staging, "WindowRelay", make)
     return found
 
 
@@ -130,7 +130,7 @@ class _Url(str):
 
 @both_layouts
 def test_training_waits_for_room_and_not_for_the_disk(
-    tmp_path: Path, layout: str, made: queue.SimpleQueue[PassingWindows]
+    tmp_path: Path, layout: str, made: queue.SimpleQueue[WindowRelay]
 ) -> None:
     opened = threading.Event()
     windows = Fault(lambda it: it.name == "write_at" and it.size >= 2**20, number=None, until=opened)
@@ -346,7 +346,7 @@ class Windows:
         """There are none."""
 
 
-def copied_by_another(windows: PassingWindows) -> threading.Thread:
+def copied_by_another(windows: WindowRelay) -> threading.Thread:
     """Let a thread copy the windows, as the one that trains does; it ends whatever that raises."""
 
     def copy() -> None:
@@ -358,7 +358,7 @@ def copied_by_another(windows: PassingWindows) -> threading.Thread:
     return thread
 
 
-def waits_for_room(windows: PassingWindows) -> None:
+def waits_for_room(windows: WindowRelay) -> None:
     """Return when a thread waits for room."""
     deadline = time.monotonic() + LONGEST_SECONDS
     while not any(map(functools.partial(is_in_wait_for_room, windows), sys._current_frames().values())):
@@ -366,10 +366,10 @@ def waits_for_room(windows: PassingWindows) -> None:
         time.sleep(0.001)
 
 
-def is_in_wait_for_room(windows: PassingWindows, frame: types.FrameType | None) -> bool:
+def is_in_wait_for_room(windows: WindowRelay, frame: types.FrameType | None) -> bool:
     waits = False
     while frame is not None:
-        if waits and frame.f_code is PassingWindows._find_room.__code__:
+        if waits and frame.f_code is WindowRelay._find_room.__code__:
             return frame.f_locals["self"] is windows
         waits = frame.f_code is threading.Condition.wait_for.__code__
         frame = frame.f_back
@@ -389,7 +389,7 @@ def test_training_does_not_go_on_while_the_writer_reads_the_rest_of_the_file() -
         def forget_sources(self) -> None:
             let_go.set()
 
-    windows = PassingWindows(StagingBuffer(2 * ROOM), lambda: None)
+    windows = WindowRelay(StagingBuffer(2 * ROOM), lambda: None)
     (passed,) = windows.begin([("file", Rest(lambda _: reads.wait()))], lambda *_: False)
     copying = copied_by_another(windows)
     assert passed[1].tail() == b""
@@ -404,7 +404,7 @@ def test_all_saves_under_way_together_take_what_is_allowed() -> None:
 
 
 def test_who_waits_for_room_hears_that_nobody_writes_any_more() -> None:
-    windows = PassingWindows(StagingBuffer(ROOM), lambda: None)
+    windows = WindowRelay(StagingBuffer(ROOM), lambda: None)
     (passed,) = windows.begin([("file", Windows(lambda _: None))], lambda *_: False)
     copied_by_another(windows)
     passed[1].digested_window(0, None)
@@ -414,7 +414,7 @@ def test_who_waits_for_room_hears_that_nobody_writes_any_more() -> None:
 
 
 def test_who_waits_for_room_hears_that_a_copy_has_failed() -> None:
-    windows = PassingWindows(StagingBuffer(ROOM), lambda: None)
+    windows = WindowRelay(StagingBuffer(ROOM), lambda: None)
 
     def copy(begin: int) -> None:
         if begin == WINDOW:
@@ -471,7 +471,7 @@ def test_where_no_more_threads_can_be_started_the_one_that_trains_copies_alone(
 
 
 def test_ctrl_c_in_the_wait_for_room_leaves_nothing_behind(
-    tmp_path: Path, made: queue.SimpleQueue[PassingWindows]
+    tmp_path: Path, made: queue.SimpleQueue[WindowRelay]
 ) -> None:
     opened = threading.Event()
     windows = Fault(lambda it: it.name == "write_at" and it.size >= 2**20, number=None, until=opened)

@@ -14,7 +14,7 @@ import pytest
 from tqdm import tqdm
 
 from ckpt_core.process import console as console_module
-from ckpt_core.process.console import beside_bars, counted_aloud, warn
+from ckpt_core.process.console import progress_bars_cleared, range_with_progress, warn
 
 
 class Terminal(io.StringIO):
@@ -50,7 +50,7 @@ def test_a_line_does_not_hang_on_the_bar_of_tqdm(
     with tqdm(total=10, desc="training") as bar:
         bar.update(3)
         before = len(terminal.getvalue())
-        with beside_bars(logger):
+        with progress_bars_cleared(logger):
             logger.info("resuming from x")
         after = terminal.getvalue()[before:]
     cleared, line, rest = after.partition("resuming from x\n")
@@ -70,7 +70,7 @@ def test_a_line_does_not_hang_on_the_bar_of_rich(
         bars.add_task("training", total=10)
         bars.refresh()
         before = len(terminal.getvalue())
-        with beside_bars(logger):
+        with progress_bars_cleared(logger):
             logger.info("resuming from x")
         after = terminal.getvalue()[before:]
     assert isinstance(handler, logging.StreamHandler) and handler.stream is terminal
@@ -82,7 +82,7 @@ def test_what_takes_long_is_counted_aloud_ever_more_seldom(monkeypatch: pytest.M
     now = iter(range(1000))
     monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     said: list[str] = []
-    assert list(counted_aloud(500, "reading", said.append)) == list(range(500))
+    assert list(range_with_progress(500, "reading", said.append)) == list(range(500))
     assert said[:3] == [
         "reading: 2 of 500, about 498 s left",
         "reading: 4 of 500, about 496 s left",
@@ -93,7 +93,7 @@ def test_what_takes_long_is_counted_aloud_ever_more_seldom(monkeypatch: pytest.M
 
 def test_what_is_short_is_not_counted() -> None:
     said: list[str] = []
-    assert list(counted_aloud(3, "reading", said.append)) == [0, 1, 2] and said == []
+    assert list(range_with_progress(3, "reading", said.append)) == [0, 1, 2] and said == []
 
 
 MESSAGE = "this resume is not exact: something is lost"

@@ -43,7 +43,7 @@ def test_pauses_between_attempts_to_write_grow() -> None:
 @pytest.fixture(autouse=True)
 def _small_parts_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("ckpt_core.storage.uploads.PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(obstore_choice, "_TOLD", set())
+    monkeypatch.setattr(obstore_choice, "_LOGGED", set())
     stamina.set_testing(True, attempts=4, cap=True)
     yield
     stamina.set_testing(False)

@@ -260,7 +260,7 @@ def test_at_the_end_the_newest_is_one_that_was_saved_again(setting: Setting, gat
 def test_closing_says_what_it_waits_for(
     setting: Setting, gate: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_core.tiers.uploader._SECONDS_WITHOUT_A_WORD", 0.0)
+    monkeypatch.setattr("ckpt_core.tiers.uploader._SECONDS_BEFORE_LOG", 0.0)
     setting.store(Fault("write_at", number=1, until=gate))
     run = setting.run()
     setting.layout.save(run, setting.here(5), 5)
