@@ -131,7 +131,7 @@ def drain(*, raised: bool, tell_trackers: bool = False) -> None:
     failure: CheckpointError | None = None
     for session in unfinished_sessions():
         try:
-            if session.accelerator is None:  # it was deleted, on other ranks perhaps not
+            if session.accelerator is None:  # it was deleted, perhaps on this rank only; finish() needs all ranks
                 session.checkpointer.close()
             else:
                 if not raised:
@@ -342,7 +342,7 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     """
     begins = True
     for session in live_sessions():
-        if session.saves_alone is None:  # otherwise the integration that set it notes the starts of steps
+        if session.saves_alone is None:  # otherwise the integration that set it calls note_start
             note_start(session)
     for batch in original(loader):
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}

@@ -216,7 +216,7 @@ class CheckpointConfig:
             objects, and our checkpoints hold objects that are not plain data as pickles. What ``torch.load`` reads with
             ``weights_only=True`` is loaded in any case.
         resume: With ``"auto"``, ``load_state`` without a directory continues from the newest checkpoint of the run that
-            verifies. If there is none, it does nothing, and prints a line. ``accelerator.resumed`` is then the
+            verifies. If there is none, it does nothing, and logs a line. Afterwards, ``accelerator.resumed`` is the
             :class:`ckpt_core.resume.ResumePoint`, or None.
         resume_attempts: After this many starts in a row that ended without a newer checkpoint, ``"auto"`` tries an
             older one first; None: never.

@@ -258,7 +258,7 @@ class LoaderPositions:
     def take_rng_of_epoch(self) -> RngState | None:
         """Return the generators of the save for a loader that begins an epoch, if the interrupted run began it so.
 
-        Otherwise report if that run and this one are known to have drawn different numbers.
+        Otherwise report if that run and this one have drawn, or may have drawn, different numbers.
         """
         rng = self.take_rng()
         if rng is None:
@@ -482,7 +482,7 @@ class LoaderPositions:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all saved positions have been given to loaders."""
+        """Whether no saved position waits for its loader any more."""
         return not self._is_waited_for()
 
     def _capture(self, position: LoaderPosition, *, as_over: bool) -> dict[str, Any]:
@@ -572,7 +572,7 @@ class LoaderPositions:
 
 
 def _of_another(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved position for a loader that is created after the load, such as one that is created per epoch."""
+    """Adapt a saved position to a loader that is created after the load, such as one that is created per epoch."""
     between = saved["between"]
     if saved["phase"] != BETWEEN:
         return saved

@@ -98,7 +98,7 @@ class LoaderPosition:
         self._window = 1  # the most batches between two steps of an optimizer in one iteration
         self._stepped = 0
         self._stepped_at: int | None = None
-        self._is_short = False  # whether the last step of an optimizer came after fewer batches
+        self._is_short = False  # whether the last step of an optimizer came after fewer than ``_window`` batches
         self._closes = False  # whether one came after fewer batches at the end of an iteration
         self._captured = 0  # the last iteration whose start is in a just-in-time note
         self._phase = BETWEEN
@@ -359,7 +359,7 @@ class LoaderPosition:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the script is in the middle of an iteration, and after a load has used a batch of it."""
+        """Whether the script is in the middle of an iteration; after a load, only if it has used a batch since."""
         return self._phase == INSIDE and self._opening is None and not self.is_finished
 
     @property

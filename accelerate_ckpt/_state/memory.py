@@ -50,7 +50,7 @@ class MemorySnapshots:
         self._saves = False
 
     def found(self) -> list[CheckpointInfo]:
-        """Return the snapshots in memory, for look-ups; without their step, which is not a checkpoint's number."""
+        """Return the snapshots in memory, for look-ups; without their step, which may differ from names' numbers."""
         directory = self.tier.found() if self._saves else None  # snapshots that not all ranks see cannot be loaded
         found = [] if directory is None else Catalog(directory, suffix="", storage=self.tier.storage).checkpoints()
         return [dataclasses.replace(info, step=None) for info in found]

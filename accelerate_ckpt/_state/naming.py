@@ -35,7 +35,7 @@ def automatic_root(accelerator: Any) -> str:
 
 
 def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
-    """Return the path of a save: ``output_dir``, or the next automatic name; raise ``TypeError`` without both.
+    """Return the path of a save: the next automatic name if enabled, else ``output_dir``; ``TypeError`` without either.
 
     A link to a directory is followed and kept, as by Accelerate: users place it to have checkpoints on another disk.
     """

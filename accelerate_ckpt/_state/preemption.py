@@ -1,4 +1,4 @@
-"""Preemption: a run that receives a signal or notice to end saves on all ranks after the same batch, and then ends.
+"""Preemption: at a signal or notice to end, all ranks save after the same batch; the run ends when that is durable.
 
 Signal handlers only note the signals. Ranks exchange them on threads (:class:`ckpt_core.ranks.Meeting`), so that steps
 need no collective for it.

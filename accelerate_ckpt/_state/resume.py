@@ -54,14 +54,14 @@ def refuse_unwritable(session: Any, directory: str | None = None) -> None:
 
 
 def stay_where_it_began(session: Any) -> None:
-    """Resolve a relative ``project_dir`` against the directory in which the run began, as the next start will."""
+    """With ``resume="auto"``, resolve a relative ``project_dir`` as at the start of the run, as the next start will."""
     project = session.accelerator.project_configuration
     if session.config.resume == "auto" and project.project_dir:
         project.project_dir = as_at_start(session, path_text(project.project_dir))
 
 
 def as_at_start(session: Any, path: str) -> str:
-    """Return a path relative to the working directory in which the run began, if the script has changed it since."""
+    """Return a path, resolved as at the start of the run if the script has changed its working directory since."""
     has_moved = not is_remote(path) and not os.path.isabs(path) and os.getcwd() != session.began_in
     return os.path.join(session.began_in, path) if has_moved else path
 

@@ -361,8 +361,8 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
         in_body = any(one and one["trained"] and one["in_last_body"] for one in state["data"]["loaders"])
         state["script"] = session.variables.capture(between=session.data.is_between, in_body=in_body)
     if session.world_size > 1:
-        # Each rank updates rank 0's buffers with its own batch. Inside an accumulation window, or if the weights are
-        # sharded, no rank takes over rank 0's.
+        # Each rank starts a step from rank 0's buffers, and updates them with its own batch. Inside an accumulation
+        # window, or if the weights are sharded, no rank takes over rank 0's.
         state["buffers"] = own_buffers(accelerator)
     return state
 

@@ -79,7 +79,7 @@ class Session:
         self.uneven = not accelerator.even_batches  # whether ranks may have taken different numbers of steps
         self.deferred: list[str] = []
         self._steps_before = self._most_steps = 0
-        # By the optimizers themselves: the number of one that is gone may be that of another one, on some ranks only
+        # By the optimizers themselves: a new optimizer may get the id() of a deleted one, on some ranks only
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # By optimizer: after how many backward passes it has stepped last
         self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

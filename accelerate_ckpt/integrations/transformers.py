@@ -690,7 +690,7 @@ class _LoopState:
 
     def state_dict(self) -> dict[str, Any]:
         besides = _trained_besides(self._trainer)
-        # those that have been trained (a guide's have not), and gradients: the Trainer zeroes only those of its model
+        # those that were trained (a guide model's were not), and gradients: the Trainer zeroes only those of its model
         state = self._trainer.optimizer.state
         moved = {str(i): [p.detach(), p.grad] for i, p in enumerate(besides) if p.grad is not None or state.get(p)}
         trained = {"besides": moved} if besides else {}
