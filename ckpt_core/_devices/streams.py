@@ -107,9 +107,9 @@ class LateCopy:
 class SideStreams:
     """One side stream per device of the tensors, each of which starts after the work this thread has queued there.
 
-    False, and free of cost, if no tensor is on a device. If a device has no streams, the constructor waits for it. The
-    memory of the tensors must stay allocated until :meth:`synchronize`. ``may_be_late`` says whether copies may be
-    queued without blocking, because every device has a stream to wait for.
+    False, and free of cost, if no tensor is on a device. If a device has no second stream, the constructor waits for
+    it. The memory of the tensors must stay allocated until :meth:`synchronize`. ``may_be_late`` says whether copies may
+    be queued without blocking, because every device has a side stream to wait for.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -136,7 +136,7 @@ class SideStreams:
             yield
 
     def record(self, tensors: Iterable[torch.Tensor]) -> Events:
-        """Return events, for the devices of the tensors, that are done when the work queued so far is done."""
+        """Return events, for the devices of the tensors, that are done when their side stream's work so far is done."""
         devices = [device for device in _devices_of(tensors) if device in self._streams]
         return {device: self._streams[device].record_event() for device in devices}
 

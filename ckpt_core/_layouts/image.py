@@ -28,7 +28,7 @@ class Memory(Protocol):
 
 
 class Image(Protocol):
-    """The bytes of one file to write: windows of ``WINDOW`` bytes each, then the tail with all the rest."""
+    """The bytes of one file to write: windows of ``WINDOW`` bytes (the last may have fewer), then a tail."""
 
     @property
     def region_size(self) -> int:
@@ -45,7 +45,7 @@ class Image(Protocol):
     def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window at ``begin``, once they are available, and keep their digests.
 
-        ``scratch`` is memory of at least ``WINDOW`` bytes in which to assemble the window; a staged image needs none.
+        ``scratch`` is memory, at least as large as the window, to assemble it in; a staged image needs none.
         """
 
     def tail(self) -> bytes:

@@ -32,7 +32,7 @@ class BufferPool:
         self._reserving: threading.Thread | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate a buffer of ``nbytes`` in the background for the next save; a save that comes earlier waits for it.
+        """Allocate a buffer of ``nbytes`` in the background for the next save, which may wait for it.
 
         A lack of memory is ignored here, and is handled by that save. If all buffers are lent, nothing is allocated.
         """

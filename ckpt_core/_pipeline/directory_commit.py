@@ -22,7 +22,7 @@ from ckpt_core.storage.base import transfer
 _LISTING_SECONDS = 10.0  # a network filesystem may take that long to list what another machine has written
 logger = logging.getLogger(__name__)
 
-_TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # suffix of file names whose plain names an earlier save may have taken
+_TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # the token of one save or copy, at the end of a file's stem
 
 # ---- what is at a path before a save ---------------------------------------------------------------------------------
 

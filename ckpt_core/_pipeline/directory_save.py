@@ -144,7 +144,7 @@ class DirectorySave:
     # ---- this rank's files -------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot) -> int:
-        if self._begun is None:  # take() was not called or failed at once: there is nothing to clean up
+        if self._begun is None:  # no take(), or it failed at once: nothing to clean up, and maybe no storage
             assert snapshot.failure is not None
             return self._joint.refuse(snapshot.failure)
         self._joint.join()

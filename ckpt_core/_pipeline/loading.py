@@ -105,7 +105,7 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
 def note_commits(storage: Storage, directory: str, ending: str) -> None:
     """Read when the checkpoints in a directory were committed, so that a new save next to them gets a later time.
 
-    Only files whose names end with ``ending``, such as ``.ckpt``, are considered.
+    Reads all directory checkpoints, and the files whose names end with ``ending``, such as ``.ckpt``.
     """
     try:
         paths = [file.path for file in storage.list(directory) if os.path.splitext(file.path)[1] == ending]

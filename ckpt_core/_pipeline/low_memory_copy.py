@@ -128,7 +128,7 @@ class WindowRelay:
     def begin(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool]
     ) -> list[tuple[str, RelayedImage]]:
-        """Let the training thread copy the windows of ``files``, in this order; return the files as passed images.
+        """Let the training thread copy the windows of ``files``, in this order; return their relayed images.
 
         ``is_there`` is called before each file is copied, and returns whether the file need not be written.
         """

@@ -431,6 +431,7 @@ class Pipeline:
         """Run ``delete`` after all saves requested so far, unless the newest one fails; log a failure of ``delete``.
 
         ``is_kept`` is called right before ``delete``, on the same thread: if it returns True, the checkpoint stays.
+        With the strategy "sync", ``delete`` runs at once, and its failure is raised.
         """
 
         def delete_now() -> None:

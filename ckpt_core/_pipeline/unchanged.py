@@ -78,7 +78,7 @@ class UnchangedFiles:
         self._loaded: tuple[Storage, str] | None = None
 
     def loaded(self, storage: Storage, path: str) -> None:
-        """Note that the run resumes from the checkpoint at ``path``; the first save reads its manifest."""
+        """Note that the run resumes from the checkpoint at ``path``; the first save reads its manifest and digests."""
         if self._enabled and self._known is None:
             self._loaded = storage, path
 

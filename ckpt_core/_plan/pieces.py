@@ -65,7 +65,7 @@ def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, 
     ``tensor`` may be plain (also a parameter, a buffer, any view), a ``DTensor`` on any mesh, or a ``ShardedTensor`` of
     FSDP1. A ``DTensor`` on a slice of a mesh is assumed to be on the other slices, too, since all ranks save the same
     tensors; on a mesh that is no slice, it is on that mesh only. ``replicated`` says whether every rank holds the same
-    plain tensor; for distributed tensors, the placements say it. Raises for a type that is more than plain elements.
+    plain tensor; distributed tensors say it themselves. Raises for one that cannot be written as plain elements.
     """
     if type(tensor) in PLAIN_TYPES:
         _check_plain(tensor, key)

@@ -30,9 +30,9 @@ def remove_leftovers(
 ) -> list[str]:
     """Delete the files of directory checkpoints that were never committed and are abandoned; return the affected paths.
 
-    Deletes only files whose content shows that this package wrote them, in directories that have no manifest and to
-    which no file was added for ``silent_seconds`` (by the store's dates and this machine's clock). With ``dry_run``,
-    deletes nothing. Everything else stays.
+    Deletes only files whose name or content shows that this package wrote them, in directories that have no manifest
+    and to which no file was added for ``silent_seconds`` (by the store's dates and this machine's clock), and a probe
+    file as old as that. With ``dry_run``, deletes nothing. Everything else stays.
     """
     removed = []
     for file in storage.list(directory):

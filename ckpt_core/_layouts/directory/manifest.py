@@ -72,8 +72,8 @@ class ShardFile:
     header_size: int  # offset of its first tensor
     size: int  # length in bytes
     blocks: int  # number of its blocks, each of which has a digest
-    # The chunks in file order, not validated yet: numbers, offsets and shapes of their tensors, each as a flat list.
-    # None: all tensors of the part, whole.
+    # The chunks in file order, not validated yet: the numbers of their tensors, the chunks' offsets, and the chunks'
+    # shapes, each as a flat list. None: all tensors of the part, whole.
     chunks: list[Any] | None
     save_id: str | None = None  # the earlier save that wrote the file; None: the save of the manifest
 

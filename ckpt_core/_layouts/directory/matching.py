@@ -43,7 +43,7 @@ class Match:
 
 
 def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield ``(path, leaf)`` for every leaf of type ``kind`` in the dictionaries and sequences of ``tree``."""
+    """Yield ``(path, leaf)``, in order, for each leaf of type ``kind`` in dictionaries and sequences of ``tree``."""
     if isinstance(tree, kind):
         yield (), tree
     elif isinstance(tree, Mapping):

@@ -252,7 +252,7 @@ def byte_pieces(
 
 
 def _rows(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield elements ``begin`` to ``end`` of a tensor as few rectangular views, each as ``(position, view)``."""
+    """Yield elements ``begin`` to ``end`` of a tensor as ``(position, view)``: as few rectangular views as possible."""
     if tensor.ndim == 0:
         yield begin, tensor
         return

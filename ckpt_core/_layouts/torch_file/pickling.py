@@ -65,7 +65,7 @@ class StorageTable:
         self.numbers: dict[int, int] = {}  # numbers of the plain tensors, by id()
         self._kept: list[torch.Tensor] = []  # the plain tensors, kept so that no other tensor gets the same id()
         self._index: dict[Any, int] = {}
-        # Equal descriptions, which are common, share one object: allocating each takes longer than making it.
+        # Equal descriptions, which are common, share one object: memory for each takes longer than computing it.
         self._descriptions: dict[_Described, _Described] = {}
         self._places: dict[torch.device, str] = {}  # torch's location tags, which are slow to compute
 
@@ -137,7 +137,7 @@ class StorageTable:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is plain and dense: not sparse, quantized, on the meta device, or of a subclass."""
+    """Return whether a tensor or parameter is dense: not sparse, quantized, on the meta device, or of a subclass."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
