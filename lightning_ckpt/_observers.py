@@ -93,7 +93,7 @@ class Observers:
             self.tell_ended()
 
     def _before_change(self, path: Any, *, removes: bool) -> None:
-        """Make the delayed calls of older saves that mention ``path``, before it is replaced or deleted."""
+        """Before ``path`` is replaced or deleted, wait and make all delayed calls, if an older save mentions it."""
         known, step = self._checkpointer.known_as(path), self._trainer.global_step
         if any(known in untold.mentioned and (removes or untold.step != step) for untold in self._untold):
             self.tell_all()

@@ -35,7 +35,7 @@ def summary_of(trainer: Any) -> RunSummary | None:
 def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any]) -> Callable[[str], str]:
     """Return a function that formats the line about a resume; call this once the Trainer's counters are restored.
 
-    ``progress`` holds the counters of the training loop. The function takes the outcome: ``"exact"``, or why not.
+    ``progress`` holds the counters of the training loop. The function takes the outcome: ``"exact"``, or what else.
     """
     batch = progress["batch"]["current"]["processed"]
     point = ResumePoint(path, trainer.global_step, trainer.current_epoch, batch)

@@ -132,7 +132,7 @@ def _listen() -> None:
 
 
 def _wait_with_all_ranks(fabric: Any, path: StrPath) -> None:
-    """Let no rank read what rank 0 is still saving: it would find nothing, or the checkpoint before of that name."""
+    """Wait on all ranks for pending saves of ``path``: a rank that reads now may find none, or the previous one."""
     plugin = next((candidate for candidate in given_to(fabric) if isinstance(candidate, TorchFileIO)), None)
     if plugin is not None and fabric.world_size > 1:
         wait_for_saves(plugin.checkpointer.known_as(path))

@@ -370,7 +370,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             save()
 
     def _after_batch(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # with manual optimization, Lightning 2.6 ignores train_time_interval, and may save the weights before the step
+        # with manual optimization, Lightning 2.6 ignores train_time_interval, and may save weights from before the step
         module: Any = pl_module if pl_module.automatic_optimization else _WithAutomaticOptimization(pl_module)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if self._auto_interval is not None:

@@ -1,4 +1,4 @@
-"""Just-in-time saves: when a rank dies under DDP or HSDP, the others save its state (:mod:`ckpt_core.survivors`)."""
+"""Just-in-time saves: if a rank dies under DDP or HSDP, others save its state, too (:mod:`ckpt_core.survivors`)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class JustInTime:
 
     def _note(self) -> None:
         if self._versions_at_start is not None:
-            if self._weights.versions == self._versions_at_start:  # no new weights: the start is saved already
+            if self._weights.versions == self._versions_at_start:  # no new weights, so nothing to save yet
                 own = self._state.capture_alone(is_start=True)
                 if own is not None:
                     self._survivors.note_start(own)

@@ -122,7 +122,7 @@ class Accumulation:
     def resume(self, saved: Mapping[str, Any], *, in_epoch: bool) -> str | None:
         """Continue with the saved value while a window is open, then with what the user asks for now.
 
-        ``in_epoch`` is whether an epoch continues, instead of the next one beginning. Returns what has changed, if any.
+        ``in_epoch`` is whether an epoch continues, instead of the next one beginning. Returns the change in words.
         """
         before, now = int(saved["accumulate_grad_batches"]), self._wanted(saved)
         self._trainer.accumulate_grad_batches = before if in_epoch else now

@@ -35,11 +35,11 @@ def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, An
 
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
-    """Return what a rank of another number of ranks continues with of the exact state of all; raise if none is saved.
+    """Return a rank's state for a resume on another number of ranks; raise if ``state``, of all ranks, has none.
 
     It has the random generators of the rank of its number, or, if there was none, generators derived from those of
     the first and from its number. Without ``gradients``, those accumulated in an open window are left out, and the
-    window begins again. With manual optimization, only the user's code knows where it began: all ranks get their mean.
+    window begins again. With manual optimization, only the user's code knows where it began: all ranks get the mean.
     """
     ranks = [saved for saved in state[Kind.PER_RANK.value] if saved is not None]
     if not ranks:

@@ -136,9 +136,9 @@ class ExactState(Live):
         self._made_noted: tuple[dict[str, Any], Noted] | None = None
         self._drawn = (0, "")
         self._to_make: dict[str, dict[str, Any]] = {}  # the same in the checkpoint that is resumed from
-        # ahead: this fit had nothing left to train, in the checkpoint of a later fit; behind: the fit before was ahead
+        # whether this fit, or the one before it, had nothing left to train in the checkpoint of a later fit
         self._resumed_later_fit = self._follows_such_fit = False
-        self._ahead: Callable[[], Any] = _no_model  # returns the model of the fit that was ahead
+        self._ahead: Callable[[], Any] = _no_model  # returns the model of the fit that resumed so
         self._precision: Precision | None = None  # for rounded tensors of the checkpoint, until training starts
         self._buffers: Collection[str] = ()  # names of the module's buffers at the start of the fit
         self._late: dict[str, torch.Tensor] = {}  # saved tensors for which the module has no place yet
@@ -354,7 +354,7 @@ class ExactState(Live):
         return digest_generators(), fingerprint(self._users.generators.generators())
 
     def _before_iterators(self) -> None:
-        self._drawn = self._numbers()  # when the loaders are made, because their iterators draw in every run
+        self._drawn = self._numbers()  # after making the loaders, before their iterators, which draw in every run
         self._data.follow()
         # a callback that trains before the training state is restored does get batches
         self._data.idle = self._loaded is not None and not self._resume.awaits_training_state
@@ -565,7 +565,7 @@ class ExactState(Live):
     def capture_step(self) -> list[dict[str, Any]]:
         """Return the parts of :meth:`capture_alone` that a step changes differently on each rank, before a backward.
 
-        The second part is added if the logged values are read after it, which changes them.
+        The second part applies, too, if the logged values are read after this, as loggers do: reading changes them.
         """
         moment = self._moment(RngState.capture())
         metrics = moment.metrics.encode(self._internals)

@@ -51,7 +51,7 @@ _HELD = 1 << 20  # bytes
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (np.ndarray, np.generic)
 _SET_ANEW = (int, float, torch.Tensor, *_ARRAYS)
-# hooks that run once: what they set is set once in a run
+# what these hooks set counts as set once in a run
 _ONCE = """
     prepare_data configure_model configure_optimizers configure_callbacks on_fit_start on_sanity_check_start
     on_sanity_check_end on_train_start on_train_end on_fit_end teardown on_exception on_save_checkpoint
@@ -170,9 +170,9 @@ class UserAttributes(Live):
     ) -> tuple[Digests, dict[str, dict[str, Any]]]:
         """Return the digests of attributes that changed since setup, except for records such as a list of losses.
 
-        Also return the small values of attributes that training created. Once for each attribute, warn if training has
-        changed it and no state holds it. With ``in_epoch``, a resume continues an epoch, and does not begin the next
-        one, whose hooks would set their attributes again; if the epoch ``ends``, no step sets any before its end.
+        Also return the small values of attributes that training created, or that the source resets. Once for each other
+        attribute, warn if training has changed it and no state holds it. With ``in_epoch``, a resume continues an epoch
+        instead of beginning the next one, whose hooks set theirs again; if it ``ends``, no step sets any before that.
         ``again`` is what :meth:`now` returned, and ``before`` the digests, before what a resume repeats. Without
         ``looks``, lists of device tensors are left out: reading waits for the device. Without ``names``, nothing warns.
         """
@@ -215,7 +215,7 @@ class UserAttributes(Live):
                 found_lost = [(_kinds(owner, path), path, values.get(path)) for path in lost]
                 setters = zip(lost, setters_of(found_lost), strict=True)
                 anew = {path: not by.isdisjoint(_VALIDATION_BEGINS) for path, by in setters}
-                once = are_made_once(found_lost)  # a resume compares the new value, and warns if it differs
+                once = are_made_once(found_lost)  # a resume warns if it makes another value, if not sharded
                 if self._trainer.strategy.restore_checkpoint_after_setup:
                     once = [False] * len(found_lost)
                 stay = zip(lost, (k and not o for k, o in zip(are_kept(found_lost), once, strict=True)), strict=True)

@@ -139,7 +139,7 @@ def before_saves_of_fabric(call: _Call) -> None:
 
 
 def before_loads_of_fabric(call: Callable[[Any, Any], None]) -> None:
-    """Let every Fabric call ``call(fabric, path)`` before ``load``, which all ranks call together."""
+    """Make every Fabric call ``call(fabric, path)`` before ``load``, which all ranks call together."""
 
     def load(original: Callable[..., Any], fabric: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         call(fabric, path)

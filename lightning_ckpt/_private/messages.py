@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 _PACKAGES = ("lightning", "lightning_fabric", "pytorch_lightning")
-_MESSAGES = "lightning_utilities.core.rank_zero"  # has it in ``log``
+_MESSAGES = "lightning_utilities.core.rank_zero"  # the logger is its ``log``
 _FIRST = "lightning.pytorch.utilities.rank_zero"
 
 
