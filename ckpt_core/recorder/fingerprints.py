@@ -32,7 +32,7 @@ WHOLE_BYTES = 2**20
 SAMPLED_WORDS = 2**13
 
 _DEPTH = 8
-_ITEMS = 2**10  # most items that are read in one batch, which may be a list of a million numbers
+_ITEMS = 2**10  # most items that are read in one batch: it may be a list of a million numbers, or a graph of objects
 _MT19937_WORDS = 624  # the words of the state; the position follows as one more word
 _WEIGHTS = 8
 _BUFFERS = 2

@@ -80,7 +80,7 @@ class FlightRecorder:
     """Records the steps of one rank, in a local file or, without one, in checkpoints only.
 
     ``tell`` is called with the verdict once in a resumed run: after the repeated steps, or at the first that differs.
-    With ``compares_place``, epoch and batch are compared, too: a resumed run must count them as the first run did.
+    With ``compares_place``, epoch, batch and step are compared, too: a resumed run must count them like the first run.
 
     Example:
         >>> from ckpt_core.recorder import digest_batch

@@ -75,7 +75,7 @@ class Notes:
         }
 
     def define(self, subject: str, places: list[str]) -> None:
-        """Note the ``places`` of the user's code (class, file and line) that a subject depends on."""
+        """Note the ``places`` of the user's code (class or function, file, line) that a subject depends on."""
         self._where[subject] = list(dict.fromkeys([*self._where.get(subject, []), *places]))
 
     @property
@@ -215,7 +215,7 @@ def defined_at(thing: Any) -> str | None:
     """Return the name of an object's class, or of a function, with file and line; None if it is not the user's."""
     while isinstance(thing, functools.partial):
         thing = thing.func
-    thing = thing.__func__ if isinstance(thing, types.MethodType) else thing  # place_of caches it: not its object
+    thing = thing.__func__ if isinstance(thing, types.MethodType) else thing  # not its object, which place_of caches
     code = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
     file, line = place_of(code) or ("", 0)
     if not is_users_file(file):

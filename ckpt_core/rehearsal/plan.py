@@ -24,7 +24,7 @@ class Plan:
     saves: str  # directory for the rehearsal's checkpoints
     at: tuple[int, ...] = ()  # optimizer steps after which to save
     points: tuple[str, ...] = ()  # names of other points at which to save, of POINTS
-    only_points: bool = False  # whether the user named the points, so that the script's own checkpoints are none
+    only_points: bool = False  # whether the user named the points; then the script's own checkpoints are no points
     # Number of optimizer steps after which to end; None: a little after the second epoch if that is short.
     steps: int | None = None
     resume: str | None = None  # the checkpoint to resume from; None trains from the beginning

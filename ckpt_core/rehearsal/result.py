@@ -76,7 +76,7 @@ class Resumed:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all compared steps were equal; with a different number of ranks, whether each sample came once."""
+        """Whether it ended with all steps equal; with a different number of ranks, whether each sample came once."""
         return not self.differences and self.failure is None and self.problem is None
 
 

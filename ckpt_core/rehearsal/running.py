@@ -74,8 +74,8 @@ def rehearse(
         steps: How many optimizer steps to train; None: a little more than two epochs if that is short, else 30.
         resume_arguments: Additional arguments of a resumed run, which make the script resume; ``{checkpoint}`` is
             replaced by the path, ``{ranks}`` by the number of ranks.
-        ranks: Other numbers of ranks that also resume, from the middle and the end of an epoch, and train to its end,
-            to check whether each sample is handed out once.
+        ranks: Other numbers of ranks that also resume, from ``at`` and from the middle and the end of an epoch, and
+            train to its end, to check whether each sample is handed out once.
         ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.
         directory: A directory for checkpoints, notes and output of all processes, which stays; None: a temporary one.
         env: Environment variables in addition to those of this process.

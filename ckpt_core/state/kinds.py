@@ -54,7 +54,7 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 
 
 def frozen_parameters(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that need no gradient, with and without the prefixes of FSDP, DDP, compile."""
+    """Return the names of the parameters that need no gradient, with and without the prefixes of wrappers."""
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(_by_all_names((name, value) for name, value in named if not value.requires_grad))
 
@@ -71,7 +71,7 @@ def _by_all_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.
 
 
 def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Return the parameters that optimizers have; reshards FSDP2 modules, which evaluation leaves with other ones."""
+    """Return the parameters that optimizers have; FSDP2 modules, which evaluation leaves unsharded, are resharded."""
     found: list[torch.nn.Parameter] = []
     for module in modules:
         inner: Any

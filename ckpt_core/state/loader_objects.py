@@ -84,7 +84,7 @@ class Carried:
                     yield f"{name}.{found.path}" if name else found.path, found.value
 
     def moved(self, *, new: bool = False, others: bool = True) -> dict[str, Any]:
-        """Return, by path, the iterators that have advanced since this was created, or have replaced another one.
+        """Return, by path, unfinished iterators that have advanced since this was created, or have replaced another.
 
         With ``new``, also those at paths where there was none. Without ``others``, only those that existed then.
         """
@@ -107,7 +107,7 @@ class Carried:
         return captured, left_out
 
     def data(self, changed: Mapping[str, Mapping[str, Any]], left_out: Collection[str]) -> dict[str, dict[str, str]]:
-        """Return the digests of the arrays that :meth:`values` returns neither as ``changed`` nor as ``left_out``."""
+        """Return the initial digests of data that :meth:`values` returns neither as ``changed`` nor as ``left_out``."""
         prefixes = {name: f"{name}." if name else "" for name in self._plain}
         return {
             name: plain.data({*changed[name], *(path.removeprefix(prefixes[name]) for path in left_out)})

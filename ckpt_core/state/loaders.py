@@ -137,7 +137,7 @@ def has_no_dataset_state(state: Any) -> bool:
 
 
 def _copied(state: Any) -> Any:
-    """Return a copy of a state's nested dictionaries, because the state's object may change them."""
+    """Return a copy of a state's nested dictionaries, because the loader may change its own."""
     return {key: _copied(value) for key, value in state.items()} if type(state) is dict else state
 
 
@@ -357,7 +357,7 @@ class LoaderTracker:
     def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
         """Capture the state from which the loader continues in the middle of a pass.
 
-        ``fetches`` of this epoch count as consumed; ``mark`` is what :meth:`mark` returned before the one after these.
+        The first ``fetches`` of this epoch count as consumed; ``mark`` is what :meth:`mark` returned before the next.
         """
         position = fetches - mark.started
         state = {**self._common(), "position": position, "method": self.method, "started": mark.started}

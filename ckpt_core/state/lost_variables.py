@@ -83,10 +83,10 @@ class Watched(NamedTuple):
     held: Sequence[object]  # other objects that the checkpoint holds or another check covers; not inspected
     # Objects of the script whose attributes are inspected like those of modules, except attributes that libraries set
     owners: Sequence[object] = ()
-    # Objects that produce the data: a checkpoint holds their values and generators, but not their functions' closures
+    # Objects that make the data: a checkpoint holds their values and generators, not their functions' closures, caches
     data: Sequence[object] = ()
     waits: bool = False  # whether the script's running functions wait for the training to end
-    # Iterators that no variable may refer to, such as that of a ``for``: iterator, name, and its pass and item
+    # Iterators to which perhaps no variable refers, as that of a ``for``: iterator, name, and its pass and item
     iterators: Sequence[tuple[Any, str, Any]] = ()
 
 
@@ -157,8 +157,8 @@ class Variables:
 
     Args:
         watched: Returns the objects to inspect; None if nothing is to be inspected.
-        say: Called once in a resumed run that has lost variables, with their names.
-        tell: The same, for lost variables that the script only logs.
+        say: Called in a resumed run with the names of lost variables; again if caches or recreated values differ later.
+        tell: Called once, with the names of lost variables that the script only logs.
     """
 
     def __init__(

@@ -199,7 +199,7 @@ def reach(
         nonlocal least
         if len(value) > _ITEMS:
             return
-        before, least = least, max(least, left // 2)  # a large container leaves half of the budget for later objects
+        before, least = least, max(least, left // 2)  # each container leaves half of the budget for later objects
         named: list[tuple[str, Any, Callable[[Any], None]]]
         if isinstance(value, dict):
             named = [(str(key), child, functools.partial(value.__setitem__, key)) for key, child in value.items()]

@@ -89,7 +89,7 @@ class RngState:
         """Set the global generators; those of accelerators only for devices that both runs have.
 
         The current device continues with the generator of the device that was current in the saved run, even if their
-        numbers differ.
+        device numbers differ.
         """
         random.setstate(self.python)
         np.random.set_state(self.numpy)

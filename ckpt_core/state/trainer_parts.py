@@ -16,7 +16,7 @@ _MODEL = "model"
 _REST = "trainer"
 _GRADIENTS = "gradients"
 _FABRIC = "fabric"
-# key in the Trainer's checkpoint: this rank's gradients of an open accumulation window
+# key in the Trainer's checkpoint: gradients of an open accumulation window, this rank's; once loaded, by rank
 GRADIENTS_KEY = "lightning_ckpt_gradients"
 
 
@@ -44,7 +44,7 @@ def parts_of(
 
 
 def metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that can be read without loading the checkpoint: epoch, step, best paths, metrics."""
+    """Return what can be read without loading the checkpoint: epoch, step, count of optimizers, best paths, metrics."""
     found: dict[str, Any] = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
     if "optimizer_states" in checkpoint:
         found["optimizer_states"] = len(checkpoint["optimizer_states"])

@@ -395,7 +395,7 @@ def _state_of(value: Any) -> list[Any]:
 
 def variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
     """Return the first ``_VARIABLES`` local variables of a running function, without keeping them alive."""
-    # Until Python 3.12, locals() and all other readers of a frame share one dictionary.
+    # Up to Python 3.12, locals() and all other readers of a frame share one dictionary.
     is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if is_shared and "locals" in frame.f_code.co_names:
         return []  # the dictionary that the script got from locals() would change
@@ -408,7 +408,7 @@ def variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
 
 
 def may_change(value: Any) -> bool:
-    """Return whether training may change the contents of a module's global; False for its functions and constants."""
+    """Return whether training may change what a global, attribute or default holds; False for functions, constants."""
     if isinstance(value, (dict, list, set, collections.deque)):
         return len(value) <= MOST_VALUES
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):

@@ -252,7 +252,7 @@ class Source:
 
         Args:
             name: The value's name.
-            counts: Whether it is a whole number: one that only decides when a loop ends does not count.
+            counts: Whether it is a whole number: one that only ends a loop, or is read after training, does not count.
             holds: Whether it is a container: one that is only returned, or read after the training, does not count.
         """
         reader = self._reader

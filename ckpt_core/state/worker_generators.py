@@ -114,7 +114,7 @@ def unpack_carried(packed: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def has_lost_carried(recorded: torch.Tensor, here: Carried) -> bool:
-    """Return whether a worker's record lacks generators: it has none although ``here`` has, or had no room for them."""
+    """Return whether a worker's record lacks generators: it has no room for those in ``here``, or too little."""
     carried = recorded[PACKED_RNG_BYTES:].numpy().tobytes()
     return here.has_generators if not carried else _LENGTH.unpack_from(carried)[0] == _TOO_LONG
 
@@ -141,7 +141,7 @@ class RecordingCollate:
         self._counts: dict[str, Counts] = {}
 
     def begin(self) -> Carried:
-        """Return the generators that this worker's objects carry; the first call also notes their initial numbers."""
+        """Return the generators that this worker's objects carry; the first call also notes the objects' numbers."""
         if self._carried is None:
             worker = get_worker_info()
             owners = {"": None if worker is None else worker.dataset, "collate_fn": self.collate_fn}
@@ -200,7 +200,7 @@ class WorkerInit:
 class _WithWorkersGenerators(Forwarding):
     """Base of the wrappers of data sets: attributes are read from and set on the wrapped data set.
 
-    A user's ``worker_init_fn`` may set attributes of its worker's data set, and means its own object.
+    A user's ``worker_init_fn`` may set attributes of its worker's data set, and means the user's object.
     """
 
     _own = frozenset({"inner", "pending"})
