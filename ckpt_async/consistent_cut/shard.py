@@ -195,7 +195,7 @@ class CutShard(CutMember):
         return self._observe(tag, now)
 
     def _check_incarnation(self, streams: Iterable[int], incarnation: int) -> None:
-        """Refuse messages of earlier incarnations of a worker; at a new one, drop pieces that arrived too early."""
+        """Refuse messages of a worker's earlier incarnations; at a new one, drop its pieces that came out of order."""
         for stream in streams:
             if incarnation < self._incarnations[stream]:
                 raise StaleGenerationError(

@@ -221,7 +221,7 @@ class CutWorker(CutMember):
         return [*markers, PersistWorker(snapshot_id, self.cut, state, dict(self._pulled))]
 
     def _skip(self, snapshot_id: int) -> None:
-        """Pass over the snapshots up to this one, which will not be committed: do not take their cuts."""
+        """Pass over the snapshots up to this one without a cut: none will be committed, so their tags do not matter."""
         self._snapshot_id = max(self._snapshot_id, snapshot_id)
         self._observed = max(self._observed, snapshot_id)
 

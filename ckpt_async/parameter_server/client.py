@@ -219,7 +219,7 @@ class ParameterClient(Participant):
         self.reseed()
 
     def reseed(self) -> None:
-        """Seed torch's generator for the next update again, as :meth:`pull` does, if it was used since."""
+        """Seed torch's generator for the next update, as :meth:`pull` does; to be called if it was used since."""
         update = self.upcoming
         if self._seed is not None and update is not None:
             torch.manual_seed(seed_of(self._seed, update))

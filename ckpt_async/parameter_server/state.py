@@ -74,7 +74,7 @@ class ServerState(_BlockState):
     """The live state of a shard; implements :class:`ckpt_async.consistent_cut.ShardState`.
 
     A copy is made lazily: each block is copied before it changes, or by :meth:`copy_a_block`, which the server calls
-    when it is idle. The next copy reuses the memory of a released one. All calls are made under one lock.
+    every few milliseconds. The next copy reuses the memory of a released one. All calls are made under one lock.
 
     Args:
         blocks: Name and value of each block; copied.

@@ -3,7 +3,7 @@
 A signal reaches each rank at a different moment. A rank that waited for the others inside its signal handler would wait
 for ever: they are in the gradient exchange of a step that it never enters. So a handler only records the request. A
 thread on each rank tells the others, without the training thread, which boundary its rank has passed, and all ranks act
-at the first boundary that none has passed yet. Until that is settled, no rank passes another boundary.
+at the first boundary that none has passed yet. Until that is settled, no rank passes another, so none can be too late.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Meeting:
     def at_last(self, position: Position) -> Call:
         """Like :meth:`at`, at the last boundary for now: include every request that any rank has received by then.
 
-        Waits until all ranks are here, or until ``answer_within`` has passed.
+        Waits until all ranks have reported where they are, or until ``answer_within`` has passed.
         """
         if self._store is None:
             return self.at(position)

@@ -100,7 +100,7 @@ class Agreement:
         return self.from_rank_zero(what, answers[0])
 
     def leave(self) -> None:
-        """End. Rank 0, which serves the store, first waits until the ranks that are alive have read all its values."""
+        """End. Rank 0, which serves the store, waits once, at most 10 s, until live ranks have read all its values."""
         deadline = time.monotonic() + _LINGER_SECONDS
         look = time.monotonic() + _FIRST_LOOK_SECONDS
         with contextlib.suppress(RankFailedError):

@@ -90,7 +90,7 @@ def do_uninterrupted(act: Callable[..., None], *arguments: object) -> None:
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
     """Switch garbage collection off, in all threads, while the body runs."""
-    collects = gc.isenabled()  # if it is off, the thread that has switched it off will switch it on again
+    collects = gc.isenabled()  # if it is off, another thread may have switched it off, and switches it on again
     try:
         if collects:
             gc.disable()

@@ -141,7 +141,7 @@ class Lease(Claim):
         """Do nothing: the thread does not run in a fork."""
 
     def is_alone(self) -> bool:
-        """Return whether this process is first; waits until that is known, for about :data:`ALIVE_SECONDS` at most."""
+        """Return whether this process is first; waits until that is known, at most twice :data:`ALIVE_SECONDS`."""
         self._is_known.wait(2 * ALIVE_SECONDS)
         if time.monotonic() - self._written_at > ALIVE_SECONDS / 2:
             self.beat()  # the process was suspended, or the store is slow

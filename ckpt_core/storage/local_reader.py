@@ -42,7 +42,7 @@ def address(data: memoryview) -> int:
 
 
 def _may_be_cached(descriptor: int, offset: int) -> bool:
-    """Return whether the page at ``offset`` may be in the page cache; always True for a file of another user."""
+    """Return whether the page at ``offset`` may be cached; True for another user's file that we may not write."""
     found = ctypes.create_string_buffer(1)
     page = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:

@@ -114,7 +114,7 @@ class _TransientError(Exception):
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Return False for what stamina logs about our retries: only its event's name, which says nothing to the user."""
+    """Return False for stamina's log lines about our retries, which contain nothing but the name of its event."""
     return not str(record.__dict__.get("stamina.caused_by", "")).startswith(_TransientError.__name__)
 
 

@@ -58,8 +58,9 @@ def address_towards(host: str) -> str:
 class MemoryServer:
     """Serves the snapshots in this machine's memory, and no file outside ``directory``, to the other machines.
 
-    It runs on daemon threads. ``key`` is the secret that clients must know. ``host`` is a machine that all can reach:
-    if it ``is_here``, the server listens on it, otherwise on this machine's address in the network of ``host``.
+    It runs on daemon threads until :meth:`close` or the end of the process. ``key`` is the secret that clients must
+    know. ``host`` is a machine that all can reach: if it ``is_here``, the server listens on it, otherwise on this
+    machine's address in the network of ``host``.
     """
 
     def __init__(self, directory: str, key: bytes, host: str, *, is_here: bool) -> None:
@@ -230,11 +231,12 @@ class _RemoteReader(FileReader):
 
 
 class MachinesStorage(MemoryStorage):
-    """The memories of all machines of a run as one storage. It reads from all, and writes and deletes only on this one.
+    """The memories of all machines of a run as one storage. It reads from all, and creates and deletes on this one.
 
-    ``directory`` contains the snapshots and the files that belong to them, at the same path on all machines. ``mine``
-    is the index of this machine in ``machines``, which have the same order everywhere. ``key`` is the secret that
-    clients must know. ``snapshots`` is the directory of snapshots that are single files.
+    A commit copies files to other machines, as described above. ``directory`` contains the snapshots and the files that
+    belong to them, at the same path on all machines. ``mine`` is the index of this machine in ``machines``, which have
+    the same order everywhere. ``key`` is the secret that clients must know. ``snapshots`` is the directory of snapshots
+    that are single files.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Both tiers as one storage to read from: of each checkpoint, the local copy, or the upload if that is damaged."""
+"""Both tiers as one storage to read from: a checkpoint's local copy or, if that is missing or damaged, its upload."""
 
 from __future__ import annotations
 
