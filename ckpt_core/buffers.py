@@ -70,7 +70,7 @@ class ScratchBuffers:
     """Pool of a few small buffers that several threads borrow and return, kept until :meth:`close`.
 
     ``most_pinned`` is the maximum number of pinned buffers for copies to devices. A buffer is lent again when its
-    copies are done; others are filled meanwhile. With 0, buffers are not pinned, and their number is not limited.
+    copies are done; others are filled meanwhile. With 0, buffers are not pinned, and are as many as are lent at a time.
     """
 
     def __init__(self, most_pinned: int = 0) -> None:
@@ -164,7 +164,7 @@ Move = tuple[int, int, int, object] | tuple[torch.Tensor, torch.Tensor]
 def move_of(target: torch.Tensor, source: torch.Tensor) -> Move:
     """Return the :data:`Move` that copies one host tensor into another."""
     address = source.data_ptr()
-    # An address of 0 means that the memory was freed: leave that copy to torch, which raises its own error.
+    # The address is 0 if the memory was freed, or has no bytes: leave such a copy to torch.
     if address and source.dtype is target.dtype is torch.uint8 and source.is_contiguous() and target.is_contiguous():
         return target.data_ptr(), address, source.nbytes, source
     return target, source

@@ -78,7 +78,7 @@ class CheckpointInfo:
         committed: The commit time that its manifest records: Unix time in seconds, later than that of every checkpoint
             that its run had seen. None if it records none, because an older version or another program wrote it.
         step: The training step that its manifest records; None if it records none.
-        is_readable: Whether that record could be read; if not, it is damaged, or this user may not read it.
+        is_readable: Whether its manifest could be read; if not, it is damaged, or this user may not read it.
         is_pinned: Whether it is pinned, so that no retention deletes it (``ckpt keep``).
     """
 

@@ -271,7 +271,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             metadata: Plain data to keep with the checkpoint; only that of rank 0 is used.
             step: The training step of the state. If ranks give different steps, the save is refused.
             write_files: Called on every rank with an empty local directory; what it writes there is added to the
-                checkpoint, under the same relative names. Or the return value of :meth:`begin_files`.
+                checkpoint, under the same relative names. Or :meth:`begin_files`' return value, already filled.
             number: The value of :attr:`next_number` on rank 0, for ranks that may have missed earlier saves.
             absent: Called on rank 0 while it waits for the other ranks; returns the ranks that will certainly not
                 take part, which are left out.

@@ -65,7 +65,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the longest runs of bytes, as ``(begin, nbytes)``, of ``box`` in a contiguous tensor of a shape.
+    """Yield the bytes of ``box`` in a contiguous tensor of a shape, as the fewest possible runs ``(begin, nbytes)``.
 
     Examples:
         >>> list(byte_runs((4, 6), Box((1, 2), (2, 3)), itemsize=1))

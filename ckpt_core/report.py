@@ -86,7 +86,7 @@ class Save:
         bytes: Size of the checkpoint.
         error: Why it failed; empty if it did not.
         failed: Unix time at which it failed; None if it did not.
-        is_copy: Whether it is only a second name of a checkpoint, which causes no stall of its own.
+        is_copy: Whether it is only a second name of a checkpoint; median and longest stall leave it out.
     """
 
     path: str

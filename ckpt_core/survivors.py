@@ -212,7 +212,7 @@ class BufferCopies:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        # Grouped by module: BatchNorm's kernels do not raise the version of its statistics, but that of its counter.
+        # Grouped by module: BatchNorm's kernels change its statistics, but not their version; its counter's changes.
         own = (list(inner.buffers(recurse=False)) for module in modules for inner in module.modules())
         self._groups = [buffers for buffers in own if buffers]
         self._versions = [_versions(buffers) for buffers in self._groups]
@@ -568,7 +568,7 @@ class Survivors:
         whole = {rank: steps for rank, steps in held.items() if steps}
         for number in sorted({last for _, last in whole.values()}):
             able = [rank for rank, (since, last) in whole.items() if since <= number <= last]
-            able.sort(key=lambda rank: (whole[rank][1] == number, -rank))  # last and preferred: no later note, low rank
+            able.sort(key=lambda rank: (whole[rank][1] == number, -rank))  # best last: no later note, then low rank
             first = {self._shards[rank]: rank for rank in able}
             if first.keys() >= set(self._shards):
                 return number, [first[shard] for shard in self._shards]

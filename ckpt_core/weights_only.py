@@ -26,7 +26,7 @@ _REFUSED = re.compile(
     r"|Can only .*, but got <class '[^']*\.[^']*'>"
 )
 _OPERAND = re.compile(r"Unsupported operand (\d+)")
-# Opcodes of protocols 0 and 1, which are rarely used, are letters: data with these opcodes is text, not a pickle.
+# Opcodes of protocols 0 and 1, which are rarely used, are letters: data with these is taken for text, not a pickle.
 _VALID_OPERANDS = {
     ord(operation.code)
     for operation in pickletools.opcodes

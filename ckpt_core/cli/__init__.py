@@ -1,8 +1,8 @@
 """The ``ckpt`` command: inspect, verify and move checkpoints from a shell.
 
 ``command``: the list of verbs, and error handling. ``parser``: options of all verbs; how to add one. ``output``,
-``progress``: tables, sizes, JSON, progress bars. ``finding``: the checkpoints at a path of the command line. Every
-other module has one group of verbs.
+``progress``: tables, sizes, JSON, progress bars. ``finding``: the checkpoints at a path of the command line.
+``metrics_and_pins``: their metrics and pins. Every other module has one group of verbs.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _say_what_is_waited_for() -> None:
 
 
 def _bytes_of_a_name(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Error handler for encoding the output: return the bytes of a file name, or else backslash escapes."""
+    """Error handler: encode what the output's encoding cannot express as in names of files, or else escape it."""
     if isinstance(error, UnicodeEncodeError):
         try:
             return os.fsencode(error.object[error.start : error.end]), error.end

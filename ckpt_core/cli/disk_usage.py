@@ -51,7 +51,7 @@ class _Disk:
 
     @property
     def freed(self) -> int:
-        """Bytes that deleting all counted files would free: files without links from other checkpoints."""
+        """Bytes that deleting all counted files would free: of files that have no other hard links."""
         return sum(size for key, size in self.sizes.items() if self.seen[key] >= self.links[key])
 
 

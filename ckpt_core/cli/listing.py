@@ -56,7 +56,7 @@ def _ls(options: Options) -> int:
 
 
 def print_hints(places: Sequence[Found], options: Options, failures: Mapping[str, CheckpointError]) -> None:
-    """Print what places without our checkpoints hold, and where some are; nothing is claimed about ``failures``."""
+    """Print what places without our checkpoints hold, and where some are; what ``failures`` hold is unknown."""
     if not options.recursive:
         said = [place.hint(options.storage_options, options.verb) for place in places if not place.checkpoints]
     else:

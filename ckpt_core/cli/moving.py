@@ -227,7 +227,7 @@ def _sync(options: Options) -> int:
 
 
 def _plan(options: Options) -> tuple[list[_Step], list[_Step]]:
-    """Return the steps for the checkpoints of the source, oldest first, and for surplus ones at the target."""
+    """Return the steps for the checkpoints of the source, oldest first, and for those only at the target."""
     source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
     refuse_itself(source, target)
     real = [path if is_remote(path) else os.path.realpath(path) for path in (source, target)]

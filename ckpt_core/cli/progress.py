@@ -12,7 +12,7 @@ from ckpt_core.storage.counting import counting
 
 @contextlib.contextmanager
 def progress(options: Options, what: str, total: int | None) -> Iterator[None]:
-    """Show a bar with speed and time left while the body runs, if stderr is a terminal and tqdm is installed.
+    """Show a bar with speed and time left while the body runs: on a terminal, with tqdm, without ``--quiet``.
 
     It counts bytes read from and written to storages that the body creates; ``total`` is in bytes, None if unknown.
     """

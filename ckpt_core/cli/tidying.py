@@ -175,7 +175,7 @@ def _problem_of_newest(decisions: Sequence[_Decision], options: Options) -> str:
 
 
 def agreed(options: Options) -> bool:
-    """Ask the user whether to delete the checkpoints shown, and return the answer; False without a terminal."""
+    """Ask the user whether to delete the checkpoints shown, and return the answer; False with --json or no terminal."""
     if options.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:

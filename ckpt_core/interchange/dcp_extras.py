@@ -87,7 +87,7 @@ def _put(state: Any, where: tuple[Hashable, ...], value: Any) -> None:
 @dataclasses.dataclass(frozen=True)
 class _Part:
     kind: str
-    ranks: dict[int, tuple[Any, list[str | int]]]  # structure, and for each tensor the entry's name or its index
+    ranks: dict[int, tuple[Any, list[str | int]]]  # structure; per tensor, its entry's name or index in the values
 
 
 class Exported:

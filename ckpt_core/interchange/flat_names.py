@@ -3,7 +3,7 @@
 DCP (``torch.distributed.checkpoint``) splits a state into entries: it descends into dictionaries, and into lists that
 hold a tensor or a dictionary; everything else is one entry, named by its path joined with dots. The first key of the
 path becomes our part, if it is a valid name: ``{"model": {"weight": ...}, "step": 3}`` has the part ``model``, and the
-part ``root`` for entries at the top level.
+part ``root`` for all other entries.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Branch(dict[Any, Any]):
 
 
 def subtree(values: Mapping[Any, Any]) -> Any:
-    """Return nested dictionaries with the values at their paths (the value itself for an empty path), or ValueError."""
+    """Return nested dictionaries with values at their paths (for an empty path, its value), or raise ValueError."""
     root = _Branch()
     for path, value in values.items():
         if not path:

@@ -25,7 +25,7 @@ _HEADER = "names, types and sizes agree with the files; safetensors has no diges
 class Foreign:
     """A checkpoint of another program."""
 
-    what: str  # the kind of checkpoint in words: `"a Hugging Face model in 2 files"`
+    what: str  # the kind of checkpoint in words: `"a Hugging Face model, 2 files"`
     state: dict[str, Any]  # its state, with tensors without values
     model: dict[str, Any]  # the model in that state; all of the state if its place is unknown
     checked: str  # what `check` compares, in words

@@ -56,7 +56,7 @@ class LoadReport:
     Attributes:
         path: The checkpoint.
         taken: Tensors of the model that were loaded.
-        new: Tensors of the model that are not in the checkpoint, and were left unchanged.
+        new: Tensors of the model that are not in the checkpoint, or differ in shape there; they were left unchanged.
         skipped: Tensors of the checkpoint that were not loaded: the reason, by their name in the checkpoint.
         converted: Loaded tensors that have a different type in the checkpoint: both types, by name.
         optimizer_taken: Parameters whose optimizer state was loaded.
@@ -297,7 +297,7 @@ def _model_in(state: Any, part: str | None, path: str) -> Mapping[str, Any]:
 
 
 def _placed(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor distributed like the target, so that this rank has its piece; unchanged if it is plain."""
+    """Return a whole tensor as a DTensor like the target, with this rank's piece; unchanged if the target is plain."""
     if not isinstance(target, DTensor):
         return value
     # Every rank has the whole tensor, so nothing needs to be sent.

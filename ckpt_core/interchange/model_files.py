@@ -156,7 +156,7 @@ def _in_memory(state: Any) -> dict[str, _Tensor]:
 
 
 def model_in(state: Any, part: str | None = None) -> Any:
-    """Return the value at the key ``part`` of a state; by default the model, found at a usual key; None if missing."""
+    """Return ``state[part]``; by default the model, at a usual key or as a bare ``state_dict``; None if missing."""
     if not isinstance(state, Mapping):
         return None
     if part is not None:

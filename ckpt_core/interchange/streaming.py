@@ -83,7 +83,7 @@ class DiskMemory:
             begin = self._size
             self._size += -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
             try:
-                os.posix_fallocate(self._file.fileno(), begin, self._size - begin)  # on a full disk, pages raise SIGBUS
+                os.posix_fallocate(self._file.fileno(), begin, self._size - begin)  # else SIGBUS on a full disk, later
                 pages = mmap.mmap(self._file.fileno(), nbytes, offset=begin)
             except OSError:
                 self._size = begin
@@ -134,7 +134,7 @@ class LazyTensors(Sequence[torch.Tensor]):
 
 @contextlib.contextmanager
 def scratch_directory(target: StrPath) -> Iterator[str]:
-    """Create a hidden directory next to ``target``, which must not exist or be empty, and delete it at the end.
+    """Create a hidden directory next to ``target``, which must be empty or missing, and delete it at the end.
 
     It is locked like an unfinished checkpoint, so that the next save there and ``ckpt clean`` delete it if this process
     was killed.

@@ -96,8 +96,8 @@ class UnconnectedSave:
     ) -> RankShards:
         """Write a rank's files: chunks, by part, and the entries that are not tensors.
 
-        With ``one_by_one``, at most one tensor is loaded at any time. Otherwise several threads load them, and all
-        should be in memory already.
+        With ``one_by_one``, at most one tensor is loaded at any time. Otherwise all are loaded first, so they should be
+        in memory already.
         """
         tables: dict[str, dict[TensorId, TensorInfo]] = {}
         contents, loads, sizes = [], list[Callable[[], torch.Tensor]](), dict[str, int]()
