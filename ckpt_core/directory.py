@@ -405,7 +405,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 try:
                     self._save_path(target)
                     storage = self._claimed(path)
-                except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
+                except Exception as error:  # noqa: BLE001 - the other ranks must not wait for this one
                     return joint.refuse(given_up(error, path))
 
                 def find() -> tuple[Storage, str]:

@@ -199,7 +199,7 @@ def _row(
             row = [name, *_measure_row(training, device, options, alone, saves)]
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - those of others are no Exceptions; the other rows count
+        except BaseException as error:  # noqa: BLE001 - DCP's CheckpointException is no Exception; the other rows count
             after.pop_all()
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             row = [f"{name}: {type(error).__name__}", "-", "-", "-", "-"]

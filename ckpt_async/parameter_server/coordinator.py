@@ -414,6 +414,6 @@ class TrainingCoordinator:
     def _later_checkpoint(self, path: str) -> str | None:
         try:
             newest = newest_first([path, *self.store.committed()])[0]
-        except Exception:  # noqa: BLE001 - says nothing about a later start
+        except Exception:  # noqa: BLE001 - the next snapshot may still succeed
             return None
         return None if newest == path else newest

@@ -322,7 +322,7 @@ class _Outbound(Connection):
             while (data := self._queue.get()) is not None:
                 self.transmit(data)
             self.socket.shutdown(socket.SHUT_WR)
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer gets it
+        except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
             self._fail(error)
         if reader.ident is not None:
             reader.join()
@@ -348,7 +348,7 @@ class _Outbound(Connection):
                 if future is not None:
                     future.set_result(Frame(frame.content["body"], frame.tensors))
             self._fail(ConnectionError("it has closed the connection"))
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer gets it
+        except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
             self._fail(error)
 
     def progressed(self) -> None:

@@ -21,7 +21,7 @@ def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequenc
     failure: Exception | None = None
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must know before it is raised
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must know before it is raised
         failure = error
     if exchange is not None:
         found = exchange(None if failure is None else encode_error(failure))

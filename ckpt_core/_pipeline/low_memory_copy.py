@@ -98,7 +98,7 @@ class WindowRelay:
                 run_parallel(self._copy, self._windows(self._files))
                 for _, image in self._files:
                     image.forget_sources()
-        except BaseException as error:  # noqa: BLE001 - raised below, if it is not that nobody wants them
+        except BaseException as error:  # noqa: BLE001 - raised below, unless the windows are no longer wanted
             self._fail(error)
         finally:
             self._ended.set()

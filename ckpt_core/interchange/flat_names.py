@@ -88,7 +88,7 @@ def subtree(values: Mapping[Any, Any]) -> Any:
         for key in path[:-1]:
             node = node.setdefault(key, _Branch())
             if not isinstance(node, _Branch):
-                raise ValueError(f"{key!r} is both a value and a dictionary")  # noqa: TRY004 - of the caller's names
+                raise ValueError(f"{key!r} is both a value and a dictionary")  # noqa: TRY004 - not a wrong type
         if path[-1] in node:
             raise ValueError(f"{path[-1]!r} is there twice")
         node[path[-1]] = value

@@ -58,7 +58,7 @@ def digest_batch(batch: Any) -> int:
 def _add(value: Any, update: _Update, depth: int, items: int, *, is_data: bool) -> None:
     try:
         _add_value(value, update, depth, items, is_data=is_data)
-    except Exception:  # noqa: BLE001 - of the user's class, whatever it raises: a batch is looked at, and not used
+    except Exception:  # noqa: BLE001 - whatever a user's class raises: the batch is only inspected
         update(type(value).__qualname__.encode())
 
 

@@ -62,7 +62,7 @@ def fingerprint(value: Any, most: int | None = None) -> str:
         return digest_of_parts(_parts(value, most))
     except _Unread:
         return UNREAD
-    except Exception:  # noqa: BLE001 - of a user's class, whatever its repr raises: a save must not end by a look
+    except Exception:  # noqa: BLE001 - whatever a user's repr raises: an inspection must not end a save
         return digest_of_parts([f"{type(value).__qualname__}, unreadable".encode()])
 
 
@@ -206,7 +206,7 @@ class _Unread(Exception):  # noqa: N818 - as below
     """A tensor has changed on a device, and waiting for the device is not allowed."""
 
 
-class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
+class _TooMuch(Exception):  # noqa: N818 - it means 'no'; it is no error
     """A value is too large, or of a class that is not captured."""
 
 
@@ -447,7 +447,7 @@ def _is_plain_or_draws(value: object) -> bool:
         # a transform of MONAI notes in a thread-local value whether it is traced
         of_thread = isinstance(value, threading.local) and is_plain(value.__dict__)
         return of_thread or is_plain(value) or is_generator(value)
-    except Exception:  # noqa: BLE001 - of a user's class, whatever it raises when it is looked at
+    except Exception:  # noqa: BLE001 - whatever a user's class raises when it is inspected
         return False
 
 

@@ -101,7 +101,7 @@ def translated(describe: Describe) -> Iterator[None]:
     """Replace an exception raised in the body by the one that ``describe`` returns for it."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - raised below, where Python does not add it to what it shows
+    except Exception as error:  # noqa: BLE001 - raised below, outside of this handler, so that Python does not chain it
         failure = describe(error)
     else:
         return

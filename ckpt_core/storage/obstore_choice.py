@@ -60,7 +60,7 @@ class ObstoreChoice:
             try:
                 client = ObstoreClient(self._kind, self._filesystem, path, self._options)
                 self._known.setdefault(identity, client)
-            except Exception as error:  # noqa: BLE001 - from what finds credentials
+            except Exception as error:  # noqa: BLE001 - whatever the credentials provider raises
                 self._give_up(identity, path, error)
         found = self._known[identity]
         return found if found is not None and found.knows(path) else None
@@ -77,7 +77,7 @@ class ObstoreChoice:
             return NotSuitableError()
         try:
             client.read(path, begin, targets)
-        except Exception as error:  # noqa: BLE001 - fsspec's client asks again, and its error is the one to tell
+        except Exception as error:  # noqa: BLE001 - fsspec's client repeats the request, and its error is reported
             return error
         return None
 
@@ -122,7 +122,7 @@ class ObstoreChoice:
         try:
             client.put(probe, data, once=True)
             client.read(probe, 16, [memoryview(found)])
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:  # noqa: BLE001 - logged below
             failure = error
         if failure is None and found != data[16:48]:
             failure = OSError("the server has sent another range than it was asked for")

@@ -120,7 +120,7 @@ class MemoryServer:
                     caller.send_bytes(answer)
                 else:
                     caller.send_bytes(json.dumps({"value": answer}).encode())
-        except Exception:  # noqa: BLE001 - a stranger, or one who is gone: what matters, the caller says
+        except Exception:  # noqa: BLE001 - a stranger, or a client that is gone; the caller reports what matters
             return
 
     def _do(self, do: str, path: str, **about: Any) -> Any:

@@ -36,7 +36,7 @@ def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[st
             torch.load(io.BufferedReader(SegmentIO(segments, size)), map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
         pass
-    except Exception:  # noqa: BLE001 - it needs the tensors, which are not here
+    except Exception:  # noqa: BLE001 - its reconstruction needs the tensors, which are not loaded
         return {}
     else:
         return {}

@@ -361,7 +361,7 @@ def _unpicklable_key(state: Any) -> str | None:
     for name, leaf in leaves(state):
         try:
             _StoragePickler(io.BytesIO(), table, references).dump(leaf)
-        except Exception:  # noqa: BLE001 - whatever this leaf raises, it is the one that we look for
+        except Exception:  # noqa: BLE001 - whatever this leaf raises, it is the one searched for
             return name or None
     return None
 
