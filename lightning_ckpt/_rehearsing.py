@@ -269,7 +269,9 @@ class Rehearsal(Live, CheckpointBase):
 
     def _impossible(self, trainer: Any) -> set[str]:
         """Return the points that training with this script never reaches."""
-        possible = {"accumulation": trainer.accumulate_grad_batches > 1, "validation": trainer.enable_validation}
+        schedulers = (getattr(callback, "going_to_accumulate_grad_batches", None) for callback in trainer.callbacks)
+        accumulates = trainer.accumulate_grad_batches > 1 or any(ask() for ask in schedulers if ask is not None)
+        possible = {"accumulation": accumulates, "validation": trainer.enable_validation}
         return {point for point, occurs in possible.items() if not occurs}
 
     # ---- notes -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -35,7 +36,7 @@ class OutcomeWatch:
         self._checkpointer = checkpointer
         self._agreement = agreement
         self._outcome = RunOutcome(checkpointer, store, agreement.rank, agreement.world_size)
-        self._stepped: set[int] = set()
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # not by id(), which a later optimizer may get again
         self._under_way = False
 
     def save_begun(self) -> None:
@@ -50,10 +51,10 @@ class OutcomeWatch:
         """
         if not self._under_way:
             return
-        if id(optimizer) in self._stepped:
+        if optimizer in self._stepped:
             self._stepped.clear()
             self.at_boundary()
-        self._stepped.add(id(optimizer))
+        self._stepped.add(optimizer)
 
     def at_boundary(self) -> None:
         """Raise a failure that all ranks know of, as the same class on all; called after the ranks exchanged data."""

@@ -24,6 +24,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from accelerate_ckpt import attach
+from accelerate_ckpt._state import background_failures
 from accelerate_ckpt._state import session as session_module
 from accelerate_ckpt._state.session import session_of
 from ckpt_core.cli import main
@@ -225,6 +226,21 @@ def test_an_optimizer_does_not_count_the_steps_of_one_that_is_gone(monkeypatch: 
             optimizer.step()
         assert session_of(accelerator).step == expected  # type: ignore[union-attr]
         accelerator.free_memory()
+
+
+def test_the_first_step_of_an_optimizer_is_not_the_second_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else ranks would count the boundaries at which they raise a failure differently."""
+    monkeypatch.setattr(background_failures, "id", lambda _: 1, raising=False)
+    accelerator: Any = attach(Accelerator(), strategy="async")
+    watch = session_of(accelerator).outcomes  # type: ignore[union-attr]
+    boundaries: list[int] = []
+    monkeypatch.setattr(watch, "at_boundary", lambda: boundaries.append(1))
+    monkeypatch.setattr(watch, "_under_way", True)
+    watch.optimizer_stepped(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for expected in (0, 1):
+        watch.optimizer_stepped(optimizer)
+        assert len(boundaries) == expected
 
 
 def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:

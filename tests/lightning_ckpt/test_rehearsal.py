@@ -9,13 +9,17 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from ckpt_core.cli import main
 from ckpt_core.rehearsal import CannotRehearseError, Result, rehearse, running
 from ckpt_core.rehearsal.plan import Plan
 from ckpt_core.testing import assert_resumes_exactly
+from lightning_ckpt._rehearsing import Rehearsal
 from tests.conftest import LIGHTNING, ScriptRunner
 
 SCRIPT = Path(__file__).with_name("rehearsed_script.py")
@@ -65,6 +69,13 @@ def test_points_that_the_script_cannot_come_to_are_missed_only_if_they_were_aske
     assert {resumed.point for resumed in result.resumes} == {"middle", "epoch-end"} and result.missed == ()
     assert "did not occur" not in result.text()
     assert rehearse(of_case("alone"), points=["middle", "validation"]).missed == ("validation",)
+
+
+def test_a_script_that_accumulates_in_a_later_epoch_may_come_to_that_point() -> None:
+    plain: Any = SimpleNamespace(accumulate_grad_batches=1, callbacks=[], enable_validation=True)
+    later: Any = SimpleNamespace(**{**vars(plain), "callbacks": [GradientAccumulationScheduler({4: 2})]})
+    found = [Rehearsal._impossible(SimpleNamespace(), trainer) for trainer in (plain, later)]  # type: ignore[arg-type]
+    assert found == [{"accumulation"}, set()]
 
 
 @pytest.mark.usefixtures("forked")
