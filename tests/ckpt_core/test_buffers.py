@@ -1,4 +1,4 @@
-"""Saves where memory is short: slower, or refused by name; never a raw error, never a damaged checkpoint."""
+"""Saves with little memory: slower, or refused by name; never a raw error, never a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_core import buffers as buffers_module
 from ckpt_core.errors import OutOfMemoryError
 from tests.conftest import ScriptRunner
 
-# The limit is that of the address space, which threads' stacks count in: what is left is not to be known to a megabyte.
+# The limit is on the address space, which includes thread stacks: the memory left is not known to a megabyte.
 SCRIPT = """
 import json, logging, os, resource, sys
 import torch
@@ -98,7 +98,7 @@ def test_threads_that_all_find_no_memory_do_not_wait_for_each_other(monkeypatch:
     threads = [threading.Thread(target=take, name=name, daemon=True) for name in ("first", "second")]
     for thread in threads:
         thread.start()
-    threads[1].join(0.5)  # it waits for what the first one may get
+    threads[1].join(0.5)  # it waits for the memory that the first thread may get
     may_fail.set()
     for thread in threads:
         thread.join(200)

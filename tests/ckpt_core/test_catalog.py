@@ -1,4 +1,4 @@
-"""The catalog finds the newest checkpoint that can be used, and says what it passes over."""
+"""The catalog finds the newest usable checkpoint, and reports which ones it passes over."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def test_what_is_deleted_after_it_was_listed_is_left_out(directory: Path) -> Non
     class BesideARun(LocalStorage):
         def list(self, directory: str) -> Sequence[FileInfo]:
             found = super().list(directory)
-            Path(directory, "2.ckpt").unlink(missing_ok=True)  # by its retention
+            Path(directory, "2.ckpt").unlink(missing_ok=True)  # as the run's retention does
             return found
 
     assert names(Catalog(directory, storage=BesideARun()).checkpoints()) == ["3.ckpt", "1.ckpt"]
 
 
 @pytest.mark.parametrize("layout", ["file", "directory"])
-@pytest.mark.parametrize("opened", [1, 2, 3])  # times before it is replaced: its age, its bytes
+@pytest.mark.parametrize("opened", [1, 2, 3])  # the open() at which it is replaced: for its age, its bytes
 def test_what_replaces_the_only_checkpoint_while_it_is_read_is_found(tmp_path: Path, layout: str, opened: int) -> None:
-    """An earlier start of the run still saves, with save_top_k=1: that must not become a start from the beginning."""
+    """While an earlier start of the run still saves with save_top_k=1, a resume must not start from the beginning."""
 
     def save(step: int) -> None:
         path = tmp_path / f"step={step}.ckpt"

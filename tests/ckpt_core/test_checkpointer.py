@@ -43,11 +43,11 @@ from ckpt_core.storage import FileWriter, LocalStorage
 from ckpt_core.tiers import Tiers
 from tests.support.states import assert_same_state, tensor_of
 
-SECONDS = 200.0  # longer than anything here takes: what is not over by then hangs
+SECONDS = 200.0  # longer than any test here takes: what is not finished by then hangs
 
 
 class Gate:
-    """Holds every write of the storage back until it is opened, and can make writes fail."""
+    """Blocks every write of the storage until it is opened, and can make writes fail."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -223,7 +223,7 @@ def test_pool_lends_at_most_its_limit_and_reuses_what_fits() -> None:
     pool.release(two)
     small = weakref.ref(two)
     del two
-    larger = pool.acquire(1_000_000)  # the idle one is too small and must be gone by now
+    larger = pool.acquire(1_000_000)  # the idle buffer is too small and must be freed by now
     assert small() is None
     assert larger.nbytes >= 1_000_000
     pool.release(larger)
@@ -259,7 +259,7 @@ def test_the_same_memory_is_used_again_and_freed_by_close(tmp_path: Path, monkey
     assert lent[0][1]() is not None
     checkpointer.close()
     assert lent[0][1]() is None
-    checkpointer.save({"a": 1}, tmp_path / "again.ckpt")  # it may be used again
+    checkpointer.save({"a": 1}, tmp_path / "again.ckpt")  # a closed checkpointer may be used again
     checkpointer.close()
     assert verify(tmp_path / "again.ckpt")
 
@@ -298,7 +298,7 @@ def test_a_tensor_changed_while_it_is_copied_fails_the_save(
             assert caught.value.path == str(path)
         checkpointer.wait()
         assert_same_state(checkpointer.load(path), {"weight": torch.ones(3)})
-        checkpointer.save({"weight": weight}, path)  # the buffer came back
+        checkpointer.save({"weight": weight}, path)  # the buffer was returned to the pool
     assert names(tmp_path) == ["a.ckpt"]
 
 
@@ -325,7 +325,7 @@ def test_an_interrupted_snapshot_gives_its_buffer_back_only_when_nothing_writes_
         finished.append(True)
 
     def interrupt() -> None:
-        begun.wait()  # another thread copies
+        begun.wait()  # until another thread copies
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -394,7 +394,7 @@ def test_no_failure_of_a_write_hangs_or_is_lost(
     assert checkpointer.failures == 1
     assert [event.path for event in events if isinstance(event, SaveFailed)] == [str(tmp_path / "a.ckpt")]
     assert str(tmp_path / "a.ckpt") in caplog.text
-    for _ in range(3):  # the buffer came back and the thread lives
+    for _ in range(3):  # the buffer was returned and the thread is alive
         assert ended(in_thread(lambda: checkpointer.save({"w": torch.ones(5)}, tmp_path / "a.ckpt")))
     checkpointer.close()
     assert verify(tmp_path / "a.ckpt")

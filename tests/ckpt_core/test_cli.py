@@ -77,7 +77,7 @@ def test_inspect_shows_a_card_and_a_tree(directory: Path, capsys: pytest.Capture
         "parameters 48 (with buffers)",
     ]
     assert lines[10] == "of these state_dict 192 bytes"
-    # what people ask for comes first
+    # the parts that users ask for most come first
     assert lines[12:16] == [
         "state_dict.layers 3 tensors, 192 bytes",
         "epoch: 3",
@@ -205,7 +205,7 @@ def test_verify_tells_what_is_wrong_by_words_and_exit_code(directory: Path, caps
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """What Hugging Face, DCP and stock Accelerate write."""
+    """A directory with what Hugging Face, DCP and stock Accelerate write."""
     layers = {f"layers.{index}.weight": torch.full((64, 64), float(index)) for index in range(3)}
     (tmp_path / "model").mkdir()
     safetensors.torch.save_file(layers, tmp_path / "model" / "model.safetensors")
@@ -246,10 +246,10 @@ def test_what_other_programs_wrote_is_named_and_checked_as_far_as_that_goes(
     assert "DAMAGED" not in capsys.readouterr().out
 
     data = bytearray((foreign / file).read_bytes())
-    if file.endswith(".safetensors"):  # has no digests: what shows is that it was cut off
+    if file.endswith(".safetensors"):  # has no digests: only truncation is detected
         del data[-1]
     else:
-        data[len(data) // 2] ^= 1  # inside of a tensor
+        data[len(data) // 2] ^= 1  # inside a tensor
     (foreign / file).write_bytes(data)
     code, (verdict,) = verdicts(capsys, foreign / name)
     assert (code, verdict["state"], verdict["file"]) == (1, "damaged", str(foreign / file))
@@ -271,7 +271,7 @@ def test_what_cannot_be_read_is_not_called_damaged(directory: Path, capsys: pyte
     code, (found,) = verdicts(capsys, directory / "loop.ckpt")
     assert (code, found["state"]) == (1, "error")
     (directory / "loop").symlink_to("loop")
-    Checkpointer(strategy="sync").save({"weight": torch.ones(1)}, directory / "c.ckpt")  # they disturb nobody
+    Checkpointer(strategy="sync").save({"weight": torch.ones(1)}, directory / "c.ckpt")  # the loops disturb no one
     assert main(["ls", "-r", str(directory)]) == 0
 
 
@@ -456,7 +456,7 @@ def test_a_hint_looks_into_no_more_than_some_directories_below(
     Checkpointer(strategy="sync").save({"step": 3}, tmp_path / "0" / "a.ckpt")
     for number in range(1, 600):
         (tmp_path / str(number)).mkdir()
-    Checkpointer(strategy="sync").save({"step": 3}, tmp_path / "999" / "a.ckpt")  # the last in their order
+    Checkpointer(strategy="sync").save({"step": 3}, tmp_path / "999" / "a.ckpt")  # the last one in listing order
     assert main(["ls", str(tmp_path)]) == 0
     assert f"; 1 or more below it, such as in {tmp_path / '0'}: " in capsys.readouterr().err
     assert main(["ls", "-r", str(tmp_path)]) == 0
@@ -777,7 +777,7 @@ def test_diff_takes_a_shared_list_in_a_file_for_those_in_a_directory(tmp_path: P
 def test_diff_refuses_more_places_than_can_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_core.tree._MOST_REPEATS", 10_000)  # of a million, which takes seconds
+    monkeypatch.setattr("ckpt_core.tree._MOST_REPEATS", 10_000)  # instead of a million, which takes seconds
     state: list[Any] = [1]
     for _ in range(40):
         state = [state, state]
@@ -830,7 +830,7 @@ def test_doctor_measures_a_place_and_leaves_nothing(
     assert "there is no such directory" in capsys.readouterr().err
 
 
-# ---- what cannot be converted says what can
+# ---- errors of conversions name what can be converted
 
 
 def test_a_file_that_is_given_for_a_directory_is_told_what_to_do(
@@ -855,7 +855,7 @@ def test_convert_finds_the_prefix_of_a_model_and_says_so(tmp_path: Path, capsys:
     assert set(safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")) == {"a", "b.c"}
     assert main([*words, str(tmp_path / "whole"), "--prefix", ""]) == 0
     assert set(safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")) == {"model.a", "model.b.c"}
-    adapters = {f"base_model.model.{name}.lora_A.weight": torch.ones(2) for name in "ab"}  # which PEFT saves
+    adapters = {f"base_model.model.{name}.lora_A.weight": torch.ones(2) for name in "ab"}  # as PEFT saves them
     Checkpointer(strategy="sync").save({"model": adapters}, tmp_path / "adapters.ckpt")
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "adapters.ckpt"), "--to", "safetensors", str(tmp_path / "of_peft")]) == 0
@@ -901,7 +901,7 @@ def test_diff_shows_first_what_people_ask_for(tmp_path: Path, capsys: pytest.Cap
     assert every[12:14] == ["- state_dict.a: float32[1]", "+ state_dict.b: float32[1]"]
 
 
-# ---- what was not meant
+# ---- paths and arguments that the user did not mean
 
 
 def test_a_directory_of_ours_without_its_manifest_is_no_model(
@@ -923,7 +923,7 @@ def test_a_checkpoint_is_no_directory_in_which_nothing_is(
     directory: Path, directories: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (directory / "a.ckpt", directories / "step=2"):
-        assert main(["latest", str(path)]) == 1  # and not 3, with which scripts begin anew
+        assert main(["latest", str(path)]) == 1  # and not 3, at which scripts start from the beginning
         assert f"ckpt latest {path.parent}" in capsys.readouterr().err
     assert main(["clean", str(directory / "a.ckpt")]) == 1
     (directories / "runs" / "a").mkdir(parents=True)
@@ -957,7 +957,7 @@ needs_users = pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users
 
 @pytest.fixture
 def runs(directories: Path, anyones_path: Path) -> Path:
-    """Two checkpoints where every user may reach them."""
+    """Two checkpoints in a directory that every user may reach."""
     for name in ("step=1", "step=2"):
         shutil.copytree(directories / name, anyones_path / "runs" / name)
     return anyones_path / "runs"
@@ -1073,7 +1073,7 @@ def test_prune_deletes_nothing_where_it_cannot_read_everything(runs: Path, capsy
     Checkpointer(strategy="sync").save({"step": 3, "weight": torch.ones(1)}, runs / "step=3.ckpt")
     runs.chmod(0o777)
     (runs / "step=1").chmod(0o777)
-    assert main(["prune", str(runs), "--keep", "latest=1", "--dry-run"]) == 0  # and imports what that user may not
+    assert main(["prune", str(runs), "--keep", "latest=1", "--dry-run"]) == 0  # also imports what that user may not
     for closed in (runs / "step=2", runs / "step=3.ckpt"):
         with closed_to_this_user(closed):
             capsys.readouterr()
@@ -1090,7 +1090,7 @@ def test_prune_deletes_nothing_where_the_newest_is_damaged(tmp_path: Path, capsy
     for step in (1, 2):
         Checkpointer(strategy="sync").save({"step": step, "weight": torch.ones(1000)}, tmp_path / f"{step}.ckpt")
     content = bytearray((tmp_path / "2.ckpt").read_bytes())
-    content[content.index(torch.ones(2).numpy().tobytes())] ^= 1  # in the tensor, which no look at the manifest sees
+    content[content.index(torch.ones(2).numpy().tobytes())] ^= 1  # in the tensor: the manifest shows nothing
     (tmp_path / "2.ckpt").write_bytes(content)
     assert main(["prune", str(tmp_path), "--keep", "latest=1", "--yes"]) == 1
     said = capsys.readouterr().err
@@ -1141,7 +1141,7 @@ def test_clean_names_what_it_may_not_delete(anyones_path: Path, capsys: pytest.C
         path.mkdir(parents=True)
     for path in (runs, closed, left):
         path.chmod(0o777)
-    assert main(["clean", "--dry-run", str(runs)]) == 0  # and imports what that user may not
+    assert main(["clean", "--dry-run", str(runs)]) == 0  # also imports what that user may not
     for arguments in (["--dry-run"], []):
         with closed_to_this_user(closed):
             capsys.readouterr()
@@ -1201,7 +1201,7 @@ def test_cp_and_mv_take_what_lies_beside_what_they_may_not_read(
     for path in (runs, runs / "step=1"):
         path.chmod(0o777)
     for verb in ("cp", "mv"):
-        # The oldest goes first: neither it nor the closed directory ends what is to follow.
+        # The oldest checkpoint goes first: an error of it or of the closed directory does not stop the others.
         with closed_to_this_user(runs / "step=2", runs / "c.ckpt"):
             capsys.readouterr()
             assert main([verb, "--json", str(runs), str(there / verb)]) == 1

@@ -1,6 +1,6 @@
-"""What a shell may hand to the command is answered by an exit code and a line, and no checkpoint is lost.
+"""Odd arguments of the command get an exit code and a line of text, and no checkpoint is lost.
 
-Paths that are no checkpoint, or are spelled oddly, are given to the verbs, as what they read and as what they write.
+Paths that are no checkpoint, or are spelled oddly, are given to the verbs, as sources and as targets.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def fill(prepared: Path, home: Path) -> None:
 
 
 def contents(home: Path) -> dict[str, str]:
-    """Return what is where: the digest of a file's bytes, what a link leads to, or what else it is."""
+    """Return what each path is: the digest of a file's bytes, the target of a link, or another type."""
     found = {}
     for folder, folders, files in os.walk(home):
         for name in (*folders, *files):
@@ -139,7 +139,7 @@ def ran(words: list[str], capfd: Capture) -> tuple[int, str, str]:
 
 
 def check_words(command: list[str], code: int, error: str) -> None:
-    """Check that a failure is told in a line that begins with the command, and that nothing controls the terminal."""
+    """Check that a failure is one line that begins with the command, and that no output controls the terminal."""
     said = [line for line in error.splitlines() if line.startswith("ckpt")]
     assert "Traceback" not in error and "\x1b" not in error and len(error.splitlines()) <= 12
     takes_several = command[0] in ("verify", "sync") or (command[0] in ("cp", "mv") and os.path.isdir(command[-2]))
@@ -157,7 +157,7 @@ def test_what_is_odd_to_read_is_told_and_nothing_is_changed(odd: str, home: Path
     before = contents(home)
     for words in READING:
         if (words, odd) == ("report", "pipe"):
-            continue  # it is read, once somebody writes
+            continue  # the pipe is read once some process writes
         command = [*words.split(), "--json", "--", odd.format(home=home), *(["new"] if words in INTO_NEW else [])]
         code, out, error = ran(command, capfd)
         assert str(code) == expected.get(words, str(code)) and code in (0, 1, 2, 3, 4), (command, error)
@@ -181,7 +181,7 @@ def test_what_is_odd_to_write_is_told_and_nothing_is_lost(odd: str, home: Path, 
     before = contents(home)
     for words in WRITING:
         if (words, odd) == ("report events.jsonl -o", "pipe"):
-            continue  # it is written to, once somebody reads
+            continue  # the pipe is written once some process reads
         target = odd.format(home=home)
         command = [*words.split(), *(["--"] if target == "-dash" and "-o" not in words else []), target]
         code, _, error = ran(command, capfd)
@@ -265,7 +265,7 @@ def test_no_checkpoint_is_converted_into_itself(home: Path, capfd: Capture) -> N
         "mv run run/c",  # c would be moved into itself and deleted, and all others with it
         "mv run run/c/new",
         "mv run link/c",
-        "mv run/a.ckpt run/b.ckpt run/c",  # run/*: the target is forgotten
+        "mv run/a.ckpt run/b.ckpt run/c",  # as from run/*, with the target forgotten
         "mv run/a.ckpt run/c/",
         "cp run/a.ckpt run/c/a.ckpt --force",
         "sync run run/c",
@@ -336,7 +336,7 @@ def test_nothing_is_written_into_a_checkpoint_whose_manifest_may_not_be_read(
         path.chmod(0o777)
     monkeypatch.chdir(anyones_path)
     before = contents(anyones_path)
-    assert main(["verify", "run"]) == 0  # and imports what that user may not
+    assert main(["verify", "run"]) == 0  # also imports what that user may not read
     with closed_to_this_user(anyones_path / "run" / "c" / "manifest.json"):
         assert main(words.split()) == 1
     said = capfd.readouterr().err
@@ -481,7 +481,7 @@ def test_what_makes_no_sense_is_told(words: list[str], said: str, capfd: Capture
     assert code in (1, 2, 3) and said in error and "Traceback" not in error
 
 
-# ---- what only a process of its own has ------------------------------------------------------------------------------
+# ---- what only a separate process has --------------------------------------------------------------------------------
 
 LATEST = "import sys; from ckpt_core.cli import main; [main(['latest', directory]) for directory in sys.argv[1:]]"
 

@@ -1,4 +1,4 @@
-"""What every verb of the command does alike: one JSON document, and no traceback where nobody reads."""
+"""What all verbs of the command have in common: one JSON document, and no traceback when stdout is closed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.damage import flip_bit
 Capture = pytest.CaptureFixture[str]
 DOCS = Path(__file__).parents[2] / "docs"
 
-# Each verb, with words that let it do something. ``rehearse`` trains: tests/lightning_ckpt/test_rehearsal.py.
+# Each verb, with arguments that it can work on. ``rehearse`` trains: tests/lightning_ckpt/test_rehearsal.py.
 VERBS = {
     "ls": "run",
     "latest": "run",
@@ -65,7 +65,7 @@ SETTLED = [verb for verb, words in VERBS.items() if words]
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of every kind, one with a metric that JSON has no number for, and an event log."""
+    """Checkpoints of every kind, one with a metric that JSON cannot represent, and an event log."""
     home = tmp_path_factory.mktemp("verbs")
     with Checkpointer(strategy="sync", listeners=[EventLog(home / "events.jsonl")]) as files:
         files.save({"w": torch.ones(3), "step": 1, "metrics": {"loss": float("nan")}}, home / "run" / "a.ckpt")
@@ -136,7 +136,7 @@ def test_words_that_make_no_sense_are_a_json_document_too(words: list[str], caps
 
 
 def keys_of(document: object) -> set[str]:
-    """Those of a document whose names do not depend on what a checkpoint holds."""
+    """Return those keys of a document that do not depend on what a checkpoint holds."""
     if isinstance(document, list):
         return set().union(*(keys_of(entry) for entry in document))
     fixed = {"checkpoints", "predicted"}
@@ -175,7 +175,7 @@ def test_no_verb_fails_where_nobody_reads(
     with os.fdopen(write, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         code = main(words)
-    assert code == (0 if words[0] == "clean" else 141)  # which has nothing to say
+    assert code == (0 if words[0] == "clean" else 141)  # clean prints nothing
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -298,7 +298,7 @@ def test_verify_reads_what_ranks_of_stock_accelerate_wrote(tmp_path: Path, capsy
 
 # ---- progress --------------------------------------------------------------------------------------------------------
 
-# Verbs that move many bytes, and into what: a file ``big.ckpt``, directories ``big`` and ``dcp`` of the same tensor.
+# Verbs that move many bytes, and the targets: a file ``big.ckpt``, directories ``big`` and ``dcp`` of the same tensor.
 MOVING = [
     "verify big.ckpt big",
     "inspect big --verify",
@@ -346,7 +346,7 @@ def test_progress_counts_every_byte(words: str, large: Path, tmp_path: Path, mon
     shown = terminal.getvalue()
     assert f"{words.split(maxsplit=1)[0]}:" in shown or "load:" in shown or "verify:" in shown
     done, total = bars[0]
-    assert done == pytest.approx(total or 16_000_000, rel=0.05)  # files are asked for their ends, too
+    assert done == pytest.approx(total or 16_000_000, rel=0.05)  # the ends of files are read in addition
     terminal.truncate(0)
     assert main(["verify", "dcp", "big", "--quiet"]) == 0
     assert terminal.getvalue().count("\r") == 0
@@ -388,7 +388,7 @@ def test_what_a_killed_export_has_left_is_cleaned_and_one_under_way_stays(tmp_pa
 @pytest.mark.parametrize("verb", ["cp", "mv"])
 def test_what_is_damaged_holds_up_no_copy_of_the_others(verb: str, home: Path, capsys: Capture) -> None:
     flip_bit(home / "run" / "b.ckpt", 10)
-    assert main([verb, "run", "new", "--json"]) == 1  # a, b, c: the older ones first
+    assert main([verb, "run", "new", "--json"]) == 1  # in the order a, b, c: older ones first
     captured = capsys.readouterr()
     assert [entry["target"] for entry in json.loads(captured.out)] == ["new/a.ckpt", "new/c"]
     assert captured.err.count("ckpt: CheckpointCorruptedError") == 1 and str(home / "run" / "b.ckpt") in captured.err
@@ -414,7 +414,7 @@ def test_verify_beside_a_run_calls_nothing_missing_that_was_deleted_meanwhile(ho
     Checkpointer(strategy="sync").save({"w": torch.ones(1_000_000), "step": 9}, home / "run" / "new.ckpt")
 
     def delete_others(nbytes: int) -> None:
-        if nbytes >= 1_000_000:  # all are listed, and the tensor of the newest is compared
+        if nbytes >= 1_000_000:  # by then all are listed, and the tensor of the newest is being compared
             shutil.rmtree(home / "run" / "c", ignore_errors=True)
             (home / "run" / "a.ckpt").unlink(missing_ok=True)
 
@@ -438,7 +438,7 @@ def test_mv_beside_a_run_deletes_nothing_that_was_saved_meanwhile(
         state = {"w": torch.full((3,), float(step))}
         if name == "last":
             DirectoryCheckpointer(strategy="sync").save([Part("model", state, Kind.REPLICATED)], source)
-        elif name == "stock.ckpt":  # as long each time
+        elif name == "stock.ckpt":  # the file has the same length each time
             source.parent.mkdir(exist_ok=True)
             torch.save(state, source)
         else:

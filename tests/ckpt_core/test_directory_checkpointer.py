@@ -1,4 +1,4 @@
-"""Checkpoints that are directories, of one process: what is saved, when it is there, and what is kept."""
+"""Checkpoints that are directories, of one process: what is saved, when it is committed, and what is retained."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_mistakes_leave_nothing(mistake: str, strategy: Any, tmp_path: Path) -> 
     with pytest.raises(kind, match=words):
         checkpointer.save(path=tmp_path / "a", **arguments)
         checkpointer.wait()
-    checkpointer.wait()  # raised once
+    checkpointer.wait()  # the failure is raised only once
     assert names(tmp_path) == []
     checkpointer.save(parts(4.0), tmp_path / "a")
     checkpointer.close()
@@ -333,7 +333,7 @@ def test_a_tensor_that_changes_while_it_is_taken_fails_the_save(
 
     if strategy == "async":
         monkeypatch.setattr(staging, "HostCopy", ChangingCopy)
-    else:  # while the files are written
+    else:  # change it while the files are written
         monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: FaultyStorage(LocalStorage(), [during]))
     during = Fault(lambda operation: operation.name == "write_at" and change(operation))
     checkpointer = DirectoryCheckpointer(strategy=strategy)
@@ -355,7 +355,7 @@ def test_a_tensor_that_changes_while_it_is_taken_fails_the_save(
         lambda tensor: collections.defaultdict(list, {"a": [tensor]}),
         lambda tensor: collections.OrderedDict(a=tensor),
         lambda tensor: collections.Counter({"a": tensor}),
-        lambda tensor: {(1, "a"): tensor, "\ud83d\ude00": 1},  # which is not the character of that pair
+        lambda tensor: {(1, "a"): tensor, "\ud83d\ude00": 1},  # surrogates, not the character of the pair
     ],
 )
 def test_whatever_holds_a_tensor_can_be_read_again(hold: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
@@ -615,7 +615,7 @@ def test_ranks_of_a_closed_group_cannot_save(tmp_path: Path) -> None:
     checkpointer = DirectoryCheckpointer(ranks=group, commit_timeout=0.2, strategy="sync")
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(checkpointer)
-    # The second on a busy machine, where no thread gets to ask the store in time.
+    # The second message appears on a busy machine, where no thread gets to ask the store in time.
     with pytest.raises(RankFailedError, match=r"rank 1 did not begin|rank 0, which .* has not answered"):
         checkpointer.save(parts(), tmp_path / "a")
     assert names(tmp_path) == []

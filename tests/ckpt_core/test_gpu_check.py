@@ -1,4 +1,4 @@
-"""The check of a machine's accelerator, on the simulated device and where there is none."""
+"""``gpu_check``, the check of a machine's accelerator: on the simulated device and without any accelerator."""
 
 from __future__ import annotations
 

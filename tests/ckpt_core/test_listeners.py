@@ -1,4 +1,4 @@
-"""Prometheus and OpenTelemetry, with their real clients, hear of what real saves do."""
+"""The listeners for Prometheus and OpenTelemetry, with their real clients, on the events of real saves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ckpt_core import Catalog, Checkpointer, StorageError
 from ckpt_core.events import Event, SaveCommitted, SnapshotTaken
 
 STATE = {"weight": torch.zeros(5000)}
-LARGE = {"weight": torch.zeros(500_000)}  # of small ones, a save waits for the commit
+LARGE = {"weight": torch.zeros(500_000)}  # a save of a small state waits for the commit
 
 
 def use(listener: Any, folder: Path) -> int:
-    """Save twice, fail once, read once and pass over a damaged one; return the size of a checkpoint."""
+    """Save twice, fail once, load once, pass over a damaged checkpoint; return the size of a checkpoint."""
     (folder / "file").touch()
     with Checkpointer(strategy="async", listeners=[listener]) as checkpointer:
         for step in (1, 2):
@@ -83,7 +83,7 @@ def test_saves_under_one_name_are_counted_and_end_one_by_one(tmp_path: Path) -> 
     reader, spans, tracers = InMemoryMetricReader(), InMemorySpanExporter(), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(spans))
 
-    def wait(event: Event) -> None:  # the first commit: until all saves are under way
+    def wait(event: Event) -> None:  # blocks the first commit until all saves are under way
         if isinstance(event, SaveCommitted):
             all_started.wait()
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest one: what it says of itself counts, not the file system's dates."""
+"""Which checkpoint is the newest: what a checkpoint records counts, not the file system's dates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS = ["file", "directory"]
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forget what this process has seen; each test begins so."""
+    """Return a function that forgets what this process has seen; each test begins with a call of it."""
 
     def begin() -> None:
         monkeypatch.setattr(commit_time, "_clock", commit_time._Clock())
@@ -141,7 +141,7 @@ def test_a_clock_that_is_set_back_makes_no_newer_checkpoint_older(
     layout: str, looks: bool, tmp_path: Path, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = time.time
-    for life, ahead in enumerate((7200, 3600, 0, -3600)):  # each on a node whose clock is behind the one before
+    for life, ahead in enumerate((7200, 3600, 0, -3600)):  # each on a node whose clock is behind the previous one
         new_process()
         monkeypatch.setattr(commit_time.time, "time", lambda ahead=ahead: real() + ahead)
         if looks and life:
@@ -191,13 +191,13 @@ def test_a_store_that_was_synchronised_in_another_order(server_of: Callable[[str
     assert [(info.step, info.is_directory) for info in infos] == [(11, True), (10, False), (9, False), (8, False)]
 
 
-# ---- those that say less
+# ---- checkpoints that do not record their commit time
 # -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def old_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifests are written as before they knew their age."""
+    """Write manifests without a stamp, as older versions did."""
     monkeypatch.setattr(commit_time.Stamp, "fields", lambda self: {})
 
 
@@ -216,7 +216,7 @@ def test_older_checkpoints_are_ordered_by_the_step_that_they_hold(old_writer: No
 
 
 class Model:
-    """What the pickles of other programs hold."""
+    """A class that the pickles of other programs contain."""
 
     class Mode(enum.Enum):
         TRAIN = 1
@@ -272,7 +272,7 @@ def test_numbers_in_names_come_before_dates_and_dates_alone_are_told(
         os.utime(tmp_path / f"epoch={epoch}.ckpt", (1e9 - epoch, 1e9 - epoch))
     assert [info.name for info in Catalog(tmp_path).checkpoints()] == ["epoch=10.ckpt", "epoch=9.ckpt", "epoch=2.ckpt"]
     caplog.clear()
-    torch.save({"w": 1}, tmp_path / "run-7.ckpt")  # of another series, and the newest by date
+    torch.save({"w": 1}, tmp_path / "run-7.ckpt")  # from another series, and the newest by date
     assert newest(tmp_path) == "run-7.ckpt"
     (message,) = caplog.messages
     assert str(tmp_path / "run-7.ckpt") in message
@@ -280,7 +280,7 @@ def test_numbers_in_names_come_before_dates_and_dates_alone_are_told(
 
 
 def test_names_are_no_account() -> None:
-    """Renamed checkpoints stay what they are; of two names of one checkpoint, that without numbers comes first."""
+    """Renamed checkpoints keep their order; of two names of one checkpoint, the one without numbers comes first."""
     infos = [
         CheckpointInfo("r/step=9.ckpt", 1, 1.0, committed=5.0, step=1),
         CheckpointInfo("r/step=1.ckpt", 1, 9.0, committed=6.0, step=9),
@@ -318,7 +318,7 @@ def test_a_catalog_reads_each_account_once_and_no_tensor(layout: str, tmp_path: 
     for _ in range(3):
         assert [info.step for info in catalog.checkpoints()] == list(reversed(STEPS))
     assert Counting.opened == len(STEPS)
-    save(tmp_path / name_of(3), 77, layout)  # replaced
+    save(tmp_path / name_of(3), 77, layout)  # the checkpoint is replaced
     assert catalog.checkpoints()[0].step == 77
 
 
@@ -335,7 +335,7 @@ def test_ls_shows_the_account(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "file date" in lines["c"]
 
 
-# ---- nothing that cannot be read is the newest
+# ---- a file that cannot be read is never the newest
 # -------------------------------------------------------------------------
 
 
@@ -448,11 +448,11 @@ def test_a_storage_that_does_not_answer_ends_no_look_up(tmp_path: Path) -> None:
 def test_the_root_of_a_volume_holds_checkpoints(anyones_path: Path) -> None:
     lost = anyones_path / "lost+found"
     lost.mkdir(mode=0o700)
-    save(anyones_path / "1.ckpt", 1)  # as root, who may look into it, and so loads what the other user cannot
+    save(anyones_path / "1.ckpt", 1)  # as root, which may read it; also loads what the other user cannot
     assert Catalog(anyones_path).newest_verified() is not None
     user = os.geteuid()
     if user != 0:
-        lost.chmod(0)  # as another's
+        lost.chmod(0)  # as if another user owned it
     try:
         if user == 0:
             os.seteuid(65534)

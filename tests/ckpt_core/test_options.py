@@ -1,4 +1,4 @@
-"""The options of the plugins become the arguments of a checkpointer."""
+"""The options of the plugins are passed on as arguments of a checkpointer."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_page_is_written_when_the_interpreter_ends_if_nobody_has(
         checkpointer.save({"w": torch.ones(2)}, tmp_path / "1.ckpt")
     (end,) = at_exit
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    end()  # in a fork of the process
+    end()  # as in a fork of the process
     assert not page.exists()
     monkeypatch.undo()
     end()

@@ -1,4 +1,4 @@
-"""What somebody has pinned stays, whoever wants to delete it."""
+"""A pinned checkpoint is kept, whoever wants to delete it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_pin_is_no_checkpoint_and_spoils_none(tmp_path: Path) -> None:
     found = Catalog(tmp_path, suffix="").checkpoints()
     assert [(info.name, info.is_pinned) for info in found] == [("checkpoint_2", True), ("a.ckpt", True)]
     assert Catalog(tmp_path, suffix="").newest_verified() == found[0]
-    # older versions know a pin by no name that they look for
+    # older versions do not look for pins under these names
     assert not pin_path("a.ckpt").endswith(".ckpt") and pin_path("checkpoint_2").startswith(".")
 
 
@@ -123,7 +123,7 @@ def test_keep_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.Captu
         assert "this is not a checkpoint" in capsys.readouterr().err
     assert not list(tmp_path.rglob(".*.keep"))
 
-    manifest.write_text("")  # damaged, and somebody may want to look into it
+    manifest.write_text("")  # damaged, and the user may want to look into it
     assert main(["verify", str(manifest.parent)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
     assert main(["keep", str(manifest.parent)]) == 0

@@ -168,7 +168,7 @@ def test_handlers_of_the_program_are_called_and_come_back() -> None:
         notes.close()
         assert signal.getsignal(signal.SIGUSR2) is handler
         notes = SignalNotes(["SIGUSR2"], noted.append)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the program's last word
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # set last, by the program
         notes.close()
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
     finally:
@@ -278,7 +278,7 @@ def test_handlers_that_are_closed_in_any_order_leave_what_was_there(closed_on: s
         os.kill(os.getpid(), signal.SIGUSR2)
         assert heard == ["2", "before"]
         if closed_on == "another":
-            thread = threading.Thread(target=second.close)  # a finalizer runs on any thread
+            thread = threading.Thread(target=second.close)  # a finalizer may run on any thread
             thread.start()
             thread.join()
         else:

@@ -1,4 +1,4 @@
-"""What is said after the first save about those to come, and that nothing is said without a reason."""
+"""Warnings after the first save about later saves, and that nothing is warned about without a reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_disk_without_room_for_a_second_one_is_told_once(
     small_filesystem: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(str(small_filesystem), 1, filler=torch.zeros(1_000_000))  # 5.2 MB of 8 MiB
+    save(str(small_filesystem), 1, filler=torch.zeros(1_000_000))  # uses 5.2 MB of 8 MiB
     assert len(said(caplog)) == 1
     assert "the next checkpoint may not fit" in said(caplog)[0]
     assert str(small_filesystem) in said(caplog)[0]
@@ -135,7 +135,7 @@ def test_a_store_that_refuses_to_write_is_told_where_a_run_looks_and_ends_it_at_
 
 
 class Model:
-    """A user's class with others in it."""
+    """A user's class that contains other classes."""
 
     class Mode(enum.Enum):
         TRAIN = 1

@@ -1,4 +1,4 @@
-"""The flight recorder: what a resumed run says about the steps that it repeats."""
+"""The flight recorder: what a resumed run reports about the steps that it repeats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.accelerators import CUDA, SIMULATED, Accelerator
 
 
 def run(recorder: FlightRecorder, first: int, end: int, *, each: int = 4, **changes: dict[int, Any]) -> FlightRecorder:
-    """Record steps that depend on their number alone, but for the changes: values by number."""
+    """Record steps that depend only on their number, except for ``changes``: for each name, values by step number."""
     for number in range(first, end):
         step = {"data": number, "generators": number, "rates": 1, "weights": number, "loss": 1.0 / (number + 1)}
         step |= {name: values[number] for name, values in changes.items() if number in values}
@@ -35,7 +35,7 @@ def run(recorder: FlightRecorder, first: int, end: int, *, each: int = 4, **chan
 
 
 class Runs:
-    """Recorders of runs in one directory, one after the other."""
+    """Flight recorders of successive runs in one directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path / "record")
@@ -149,14 +149,14 @@ def test_what_a_run_did_that_differed_is_not_held_against_another(runs: Runs) ->
     # the second run, resumed, repeats itself
     run(runs.begin(of_second), 15, 26, loss=other)
     assert (runs.verdict.steps, runs.verdict.differs) == (10, ())
-    # the first one's checkpoint has nothing to do with that: what it did itself at 10 and 11 is still there
+    # the first run's checkpoint is not concerned: that run's own steps 10 and 11 are still recorded
     run(runs.begin(saved), 10, 30)
     assert (runs.verdict.steps, runs.verdict.differs) == (2, ())
 
 
 def test_a_resume_without_anything_to_compare_has_a_branch_of_its_own(runs: Runs) -> None:
     saved = saved_at(runs, 10, 10)
-    run(runs.begin(saved), 10, 20, rates=dict.fromkeys(range(10, 20), 5)).close()  # with another setting
+    run(runs.begin(saved), 10, 20, rates=dict.fromkeys(range(10, 20), 5)).close()  # with other rates
     run(runs.begin(saved), 10, 20)
     assert runs.told == []
 
@@ -189,7 +189,7 @@ def test_a_batch_that_is_read_again_is_compared_with_the_checkpoint_alone(tmp_pa
         second = FlightRecorder(None, told.append)
         second.resume(first.capture())
         second.read_again(2, 1, data)
-        second.read_again(5, 1, 1)  # of which there is no record
+        second.read_again(5, 1, 1)  # a batch of which there is no record
         assert [verdict.differs for verdict in told] == expected
 
 
@@ -277,7 +277,7 @@ def test_records_lie_beside_the_directory_of_the_checkpoints(tmp_path: Path, mon
 
 
 class Foreign:
-    """An object of a class that nobody knows."""
+    """An object of a class that the recorder does not know."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values, self.made_at = values, object()
@@ -328,7 +328,7 @@ def test_a_digest_is_the_same_in_another_process_and_changes_nothing(fork_script
     done = fork_script(code)
     batch = torch.arange(5.0)
     assert int(done.stdout) == digest_batch([batch, "a", {1: 2}])
-    batch.resize_(100)  # what Tensor.numpy() would forbid
+    batch.resize_(100)  # raises if the digest used Tensor.numpy()
 
 
 def test_one_sample_of_a_large_batch_shows() -> None:
@@ -384,7 +384,7 @@ def test_a_loss_that_is_late_is_recorded_and_compared(runs: Runs, monkeypatch: p
 
     monkeypatch.setattr("ckpt_core.recorder.flight_recorder._value_of", lambda loss: (None, Late(loss)))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    saved = saved_at(runs, 0, 4)  # nothing of it is written: its losses were not there when it died
+    saved = saved_at(runs, 0, 4)  # nothing is written: the losses were not available when the run died
     assert not os.path.exists(runs.path)
     first = runs.begin()
     saved = first.capture()
@@ -396,8 +396,8 @@ def test_a_loss_that_is_late_is_recorded_and_compared(runs: Runs, monkeypatch: p
     assert (runs.verdict.steps, runs.verdict.differs) == (2, ("loss",))
     Late.there = False
     many = run(runs.begin(), 0, _WAITING_FOR_LOSS + 5)
-    assert len(many._last) == 5  # those that have waited too long are recorded without it
-    # what a checkpoint has of the others is their batches
+    assert len(many._last) == 5  # steps that waited too long are recorded without their loss
+    # a checkpoint holds the batches of the other steps
     resumed = runs.begin(many.capture())
     known = [resumed.read_again(number // 4, number % 4, number) for number in range(_WAITING_FOR_LOSS + 5)]
     assert known == [None] * 5 + [True] * _WAITING_FOR_LOSS
@@ -461,7 +461,7 @@ def test_the_weights_on_a_device_are_compared_where_kernels_are_deterministic(
 
 
 class Counted:
-    """A number that counts how often it is looked at."""
+    """An object that counts how often its ``__dict__`` is read."""
 
     looks = 0
 
@@ -505,7 +505,7 @@ def test_the_file_is_made_for_the_first_record(tmp_path: Path) -> None:
 
 
 class Closed(Mapping[str, Any]):
-    """Cannot be looked at any more, such as a file that was closed."""
+    """A mapping whose items cannot be read any more, as with a file that was closed."""
 
     def __getitem__(self, key: str) -> Any:
         raise OSError("closed")

@@ -1,4 +1,4 @@
-"""The processes of a rehearsal, whatever becomes of the one that has started them."""
+"""The processes of a rehearsal end with the process that started them, however that one ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ rehearse([sys.executable, "-c", ENDS.format(parent=os.getpid(), how=sys.argv[1])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
 def test_a_rehearsed_process_ends_with_the_one_that_started_it(tmp_path: Path, how: str) -> None:
     os.mkfifo(tmp_path / "held")
-    # ends when nobody has the pipe open for writing any more
+    # ends when no process has the pipe open for writing any more
     waits = [sys.executable, "-c", "print(open('held').read(), end='')"]
     with (
         subprocess.Popen(waits, cwd=tmp_path, stdout=subprocess.PIPE) as reader,

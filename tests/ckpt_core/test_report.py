@@ -1,4 +1,4 @@
-"""``ckpt report``: totals and a page of what real saves have written to an event log."""
+"""``ckpt report``: the totals and the page that it makes of the event log of real saves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATE = {"weight": torch.zeros(5000)}
 
 
 class Gone(LocalStorage):
-    """Kills its process at the first byte of a file."""
+    """Kills its process when a file is created."""
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -48,7 +48,7 @@ class Gone(LocalStorage):
 
 @pytest.fixture
 def log(tmp_path: Path) -> str:
-    """Of a process that saved twice and failed once, and of one that read a checkpoint and was killed in a save."""
+    """Event log of a process that saved twice and failed once, and of one that loaded and was killed during a save."""
     events = EventLog(tmp_path / "events.jsonl")
     (tmp_path / "file").touch()
     with Checkpointer(strategy="sync", listeners=[events]) as checkpointer:
@@ -64,7 +64,7 @@ def log(tmp_path: Path) -> str:
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write('{"event": "SaveSt')  # a crash of the machine
+        file.write('{"event": "SaveSt')  # as after a crash of the machine
     return str(tmp_path / "events.jsonl")
 
 
@@ -95,7 +95,7 @@ def test_totals_are_those_of_the_run(log: str, capsys: pytest.CaptureFixture[str
 
 
 class Page(html.parser.HTMLParser):
-    """Takes a page apart, and checks that what is opened is closed."""
+    """Parses a page, and checks that opened tags are closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_the_page_shows_every_save_and_how_it_ended(log: str, tmp_path: Path) ->
 
 
 def process_of(events: EventLog, end: str, act: Callable[[Checkpointer], None]) -> None:
-    """Let a process of its own act, and end with a signal or as it should."""
+    """Run ``act`` in a child process, which then is killed or ends normally."""
     child = os.fork()
     if child == 0:
         with Checkpointer(strategy="sync", listeners=[events]) as checkpointer:
@@ -158,7 +158,7 @@ def test_what_interruptions_cost_is_counted_from_the_state_that_was_resumed_from
         checkpointer.save(STATE, saved)
         time.sleep(0.2)
         checkpointer.save(STATE, tmp_path / "2.ckpt")
-        checkpointer.notify(SaveStarted(path=saved))  # and did not get to the end
+        checkpointer.notify(SaveStarted(path=saved))  # a save that does not finish
 
     def again(checkpointer: Checkpointer) -> None:
         time.sleep(0.3)
@@ -166,7 +166,7 @@ def test_what_interruptions_cost_is_counted_from_the_state_that_was_resumed_from
 
     process_of(events, "killed", first)
     process_of(events, "ended", again)
-    process_of(events, "ended", again)  # trained further: nothing was interrupted
+    process_of(events, "ended", again)  # trained to the end before: nothing was interrupted
     processes = read_events([str(events.path)])
     (interruption,) = interruptions_of(processes)
     assert (interruption.path, interruption.step) == (saved, 1)
@@ -200,7 +200,7 @@ def test_other_names_of_a_checkpoint_do_not_count_as_typical_saves(tmp_path: Pat
 def test_saves_under_one_name_are_told_apart(tmp_path: Path) -> None:
     log, all_started = EventLog(tmp_path / "events.jsonl"), threading.Event()
 
-    def wait(event: Event) -> None:  # the first commit: until all saves are under way
+    def wait(event: Event) -> None:  # blocks the first commit until all saves are under way
         if isinstance(event, SaveCommitted):
             all_started.wait()
 
@@ -230,11 +230,11 @@ def test_what_ranks_save_together_is_one_save(tmp_path: Path) -> None:
     for rank, stall in ((0, 0.1), (1, 0.4)):
         say(rank, 1, -5.0, "CheckpointLoaded", "/weights", bytes=1, seconds=3.0)  # before training: not counted
         say(rank, 1, 0.0, "TrainingStarted", "/run", resumed=False, step=0)
-        for moment in (10.0, 20.0):  # the same name twice
+        for moment in (10.0, 20.0):  # two saves under the same name
             say(rank, 1, moment, "SaveStarted")
             say(rank, 1, moment + stall, "SnapshotTaken", bytes=5, stall_seconds=stall)
             say(rank, 1, moment + 1 + rank, "SaveCommitted", bytes=100, background_seconds=1.0)
-        say(rank, 1, 30.0, "SaveStarted", "/run/2")  # both are killed in it
+        say(rank, 1, 30.0, "SaveStarted", "/run/2")  # both ranks are killed during this save
         say(rank, 2, 40.0, "TrainingStarted", resumed=True, step=1)
         say(rank, 2, 41.0, "SaveStarted", "/run/2")
         say(rank, 2, 41.5, "SaveFailed", "/run/2", error="full")
@@ -284,7 +284,7 @@ def test_many_short_stalls_do_not_look_like_one_long_one(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of a hundred thousand steps on two ranks, with a save every ten, killed now and then."""
+    """Page of a run of a hundred thousand steps on two ranks, with a save every ten steps, killed now and then."""
     folder = tmp_path_factory.mktemp("long")
     log = folder / "long.jsonl"
     with log.open("w") as file:

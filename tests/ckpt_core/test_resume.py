@@ -1,4 +1,4 @@
-"""Where a run that nobody watches resumes, and what ``ckpt latest`` tells a script."""
+"""Where an unattended run resumes, and what ``ckpt latest`` reports to a script."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_checkpoint_from_which_the_run_never_gets_on_is_stepped_over(
     assert "skipped the checkpoint" in caplog.text
     assert str(tmp_path / "3.ckpt") in caplog.text
     assert (tmp_path / "3.ckpt").exists()
-    save(tmp_path, 4)  # the run got on
+    save(tmp_path, 4)  # the run made progress
     caplog.clear()
     assert [taken(tmp_path) for _ in range(3)] == ["4.ckpt"] * 3
     assert caplog.text == ""
@@ -129,7 +129,7 @@ def test_a_run_that_cannot_save_hears_of_it_when_it_looks(files: list[str], smal
     try:
         with pytest.raises(StorageError, match="read-only: save to another directory"):
             newest_to_resume(small_filesystem)
-        assert [info.name for info in Catalog(small_filesystem).checkpoints()] == files  # reading is another matter
+        assert [info.name for info in Catalog(small_filesystem).checkpoints()] == files  # reading still works
     finally:
         subprocess.run(["mount", "-o", "remount,rw", small_filesystem], check=True, capture_output=True)
     assert taken(small_filesystem) == (files[0] if files else None)
@@ -170,7 +170,7 @@ def test_one_of_the_tiers_is_enough_to_know_of_crashes(tmp_path: Path, lost: str
         return None if point is None else point.step
 
     assert resumed_at() == 2
-    shutil.rmtree(tmp_path / lost)  # another machine continues
+    shutil.rmtree(tmp_path / lost)  # the run continues on another machine
     assert [resumed_at(), resumed_at()] == [2, 1]
     ResumeAttempts(tmp_path / "local" / "run", tiers=tiers).end()
     assert list(tmp_path.rglob(RECORD_OF_RESUMES)) == []

@@ -1,4 +1,4 @@
-"""Checkpoints of processes that are no ranks of one group: nothing is committed that the committer does not see."""
+"""Checkpoints of processes that are not ranks of one group: only what the committer sees is committed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_file_of_another_process_is_waited_for_and_its_loss_noticed(
     saves.begin(path, "save-1")
     reports = [write(saves, path, rank) for rank in range(2)]
     (file,) = tmp_path.glob(".a*/rank-00002-of-00002.safetensors")
-    os.rename(file, tmp_path / "elsewhere")  # as on the disk of another machine, or of a server that is late
+    os.rename(file, tmp_path / "elsewhere")  # as if on another machine's disk, or on a server that is late
     with monkeypatch.context() as patch:
         patch.setattr(directory_commit, "_LISTING_SECONDS", 0.0)
         with pytest.raises(StorageError, match="does not see 1 of 4 files") as caught:

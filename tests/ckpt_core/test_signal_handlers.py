@@ -1,4 +1,4 @@
-"""A signal handler saves, and waits for its save, whatever the thread that it interrupts was doing."""
+"""A signal handler saves and waits for its save, whatever the interrupted thread was doing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_handler_saves_at_any_moment(act: str, tmp_path: Path) -> None:
 
 
 class NoObjects:
-    """A store without leases of others, for a lease's thread."""
+    """A store without leases of other jobs, for the thread of a lease."""
 
     def put(self, path: str, data: bytes) -> None: ...
     def get(self, path: str) -> None: ...
@@ -130,7 +130,7 @@ def test_a_handler_waits_with_the_checkpointer_whose_save_it_interrupts(tmp_path
         checkpointer.save({"w": torch.full((3,), number)}, tmp_path / "inner")
         checkpointer.copy(tmp_path / "inner", tmp_path / "copy")
         checkpointer.wait()
-        with contextlib.suppress(CheckpointNotFoundError):  # what it has interrupted is not there
+        with contextlib.suppress(CheckpointNotFoundError):  # the interrupted save may not be committed
             Checkpointer().load(tmp_path / "outer")
         checkpointer.close()
         saved.append(int(checkpointer.load(tmp_path / "inner")["w"][0]))
@@ -147,7 +147,7 @@ def test_a_handler_waits_with_the_checkpointer_whose_save_it_interrupts(tmp_path
 
 
 class Locked:
-    """A listener that holds a lock, as those of metrics do, and is interrupted while it does."""
+    """A listener that holds a lock, as those of metrics do, and is interrupted while it holds it."""
 
     def __init__(self, interrupted_at: str) -> None:
         self.events: list[str] = []
@@ -191,7 +191,7 @@ def test_ctrl_c_in_a_save_without_a_thread_is_raised_as_such(tmp_path: Path, mon
             return super().create(path, expected_size)
 
     def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")  # as with ulimit -u
+        raise RuntimeError("can't start new thread")  # as under ulimit -u
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with Checkpointer(storage=Interrupted()) as checkpointer:

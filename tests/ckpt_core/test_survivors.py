@@ -1,4 +1,4 @@
-"""What survivors agree on, and how they know what a dead rank had."""
+"""What surviving ranks agree on, and how they know the state of a dead rank."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_rank_that_has_noted_no_step_is_followed_from_its_start(tmp_path: Path
         each.note_start({"seed": rank, "rng": 10 * rank, "batch": 0})
         each.note_exchange({"rng": 10 * rank + 1})
     assert (mine.last, mine._noted(1, 0)["seed"]) == (0, 1)
-    assert mine._writers({0: None}) == (None, [])  # of a start nothing is saved
+    assert mine._writers({0: None}) == (None, [])  # nothing is saved of a start
     mine.note({"seed": 0, "rng": 1, "batch": 1})
     assert mine._taken_over(1, 1) == ({"seed": 1, "rng": 11, "batch": 1}, [])
     mine.note({"seed": 0, "rng": 1, "batch": 2})  # at the end of an epoch, before another exchange
@@ -265,7 +265,7 @@ def test_weights_are_noted_until_they_change() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     weights = LiveWeights([model])
     assert not weights.are_noted
-    for number in (4, 5):  # such as before a validation and after it
+    for number in (4, 5):  # such as before and after a validation
         weights.note(number)
         assert (weights.are_noted, weights.since) == (True, 4)
     model(torch.randn(4, 2))

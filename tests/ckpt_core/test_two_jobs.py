@@ -1,4 +1,4 @@
-"""Two jobs pointed at one directory by mistake: the second is told, and no checkpoint of either is damaged."""
+"""Two jobs pointed at one directory by mistake: the second is warned, and no checkpoint of either is damaged."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_nothing_is_damaged_and_the_second_is_told(
     assert sum(seen.values()) >= 2
     assert place != "local" or min(seen.values()) >= 1, "checkpoints of both were found, and were whole"
     assert sum(map(len, told.values())) == 1, told
-    # On a store, that is the one whose lease comes later.
+    # On an object store, the job whose lease comes later is warned.
     assert [
         line
         for line in told["A" if place != "local" and told["A"] else "B"]
@@ -224,7 +224,7 @@ def test_one_warning_says_which_process_has_the_directory(tmp_path: Path, caplog
             assert "What to do" in message
             other.kill()
             other.wait()
-            save(tmp_path, checkpointer)  # the lock is free, and taken
+            save(tmp_path, checkpointer)  # the lock is free, and is acquired
             caplog.clear()
             save(tmp_path, checkpointer)
             assert warnings_in(caplog) == []
@@ -273,7 +273,7 @@ def test_a_fork_does_not_keep_the_directory(tmp_path: Path) -> None:
         os.read(reading, 1)
         os._exit(0)
     assert locked(tmp_path)
-    # What a killed parent does: the descriptor is closed and nothing is unlocked.
+    # As when the parent is killed: the descriptor is closed without an unlock.
     claim = claims.claim_on(str(tmp_path))
     assert claim is not None
     claim.forget()
@@ -320,7 +320,7 @@ def test_many_directories_do_not_use_up_descriptors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 1.2)  # a store's clock may show whole seconds
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 1.2)  # a store's clock may count whole seconds
     monkeypatch.setattr(lease, "ALIVE_SECONDS", 6.0)
 
 
@@ -345,7 +345,7 @@ def forged(owner: dict[str, Any]) -> bytes:
 def test_a_lease_of_another_machine_counts_when_it_is_renewed(
     backend: str, server_of: ServerOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "ALIVE_SECONDS", 60.0)  # nobody dies here, however long a request takes
+    monkeypatch.setattr(lease, "ALIVE_SECONDS", 60.0)  # no lease expires here, however long a request takes
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
     options = {**server.options, "backend": backend}
@@ -367,13 +367,13 @@ def test_a_lease_of_another_machine_counts_when_it_is_renewed(
         assert "manifest.json" in names
         assert "model.safetensors" not in names, "which is how the other one may be calling its own"
         assert storage.list(root) == []
-        # It is gone, and from then on we are first.
+        # The other job is gone, and from then on this job is the first.
         storage.delete(theirs)
         eventually(lambda: lease.claim_on(root)._is_first)  # type: ignore[attr-defined,union-attr]
         checkpointer.save([Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)], f"{root}/b")
         checkpointer.wait()
         assert "model.safetensors" in [info.path.rpartition("/")[2] for info in storage.list(f"{root}/b")]
-        # A second one does not change that; but what is not ours is not deleted any more.
+        # A second job does not change that, but files that are not this job's are not deleted any more.
         storage.put(theirs, owner)
         for name in ("a", "b"):
             storage.put(f"{root}/{name}/in-flight.safetensors", b"x")
@@ -402,7 +402,7 @@ def test_leases_of_the_dead_do_not_count(server_of: ServerOf, caplog: pytest.Log
     with caplog.at_level(logging.WARNING), Checkpointer(storage_options=dict(server.options)) as checkpointer:
         checkpointer.save({"a": torch.ones(3)}, f"{root}/a.ckpt")
         checkpointer.wait()
-        # The first two are known to be dead; the others when they have been silent for long enough.
+        # The first two jobs are known to be dead; the others are once they have been silent for long enough.
         eventually(lambda: len(leases_in(root, storage)) == 3)
         eventually(lambda: len(leases_in(root, storage)) == 1)
     assert leases_in(root, storage) == []
@@ -417,7 +417,7 @@ def test_a_process_that_was_taken_for_dead_asks_again(server_of: ServerOf) -> No
     ours = lease.Lease(storage, root)
     ours.beat()
     assert ours.is_alone()
-    ours._written_at -= 60.0  # it was suspended
+    ours._written_at -= 60.0  # as if the process had been suspended
     storage.put(
         f"{root}/{lease.LEASE_PREFIX}theirs", forged({"pid": os.getppid(), "started": lease._start_of(os.getppid())})
     )
@@ -459,7 +459,7 @@ def test_the_second_job_deletes_no_file_that_the_first_may_be_writing(server_of:
 
 
 class Store(lease.LeaseStore):
-    """Keeps objects in a dictionary; ``error`` is raised in the place of everything."""
+    """Keeps objects in a dictionary; ``error``, if set, is raised by every operation."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

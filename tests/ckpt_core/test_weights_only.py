@@ -1,4 +1,4 @@
-"""What torch's default reading refuses is unsafe where the pickle is valid, and else damaged: in each layout."""
+"""What torch.load's default refuses is unsafe if the pickle is valid, and damaged otherwise: in each layout."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_object_of_dcp(pickled: bytes, tmp_path: Path) -> Any:
     return load_stored(LocalStorage(), str(tmp_path), entry, where, TensorMemory())
 
 
-# How it is read, and what the error is where it is damaged: the caller of the third says which checkpoint it is.
+# How each layout is read, and the error for a damaged one: the caller of the third adds which checkpoint it is.
 LAYOUTS = [
     (read_archive, CheckpointFormatError),
     (read_old_file, CheckpointFormatError),
@@ -116,7 +116,7 @@ def test_the_reason_is_what_torch_says_without_its_advice(pickled: bytes, reason
 
 def test_what_a_program_has_not_imported_is_not_damage() -> None:
     reason = "``torch.distributed.tensor`` must be imported to load DTensors"
-    error = pickle.UnpicklingError(f"Weights only load failed. {reason}\n {UNSAFE_MESSAGE}\n")  # as torch has it
+    error = pickle.UnpicklingError(f"Weights only load failed. {reason}\n {UNSAFE_MESSAGE}\n")  # as torch words it
     assert refused_in(error) == reason_of(error) == reason
 
 

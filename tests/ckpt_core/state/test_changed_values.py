@@ -1,4 +1,4 @@
-"""Plain values that an object has changed are found and captured without pickle, and come back as they were."""
+"""Plain values that an object has changed are found, captured without pickle, and restored."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_shuffle_of_a_long_list_is_seen() -> None:
     ids=["array", "tensor"],
 )
 def test_to_look_at_what_is_not_contiguous_does_not_copy_it(value: Any) -> None:
-    # 8 TiB, if it did
+    # a copy would take 8 TiB
     assert fingerprint(value) == fingerprint(value)
     assert fingerprint(value) != fingerprint(value[:-1])
 
@@ -208,7 +208,7 @@ def test_what_is_computed_from_a_mapped_file_is_captured_and_the_file_is_not(tmp
     owner, fresh = (types.SimpleNamespace(file=None, weights=None) for _ in range(2))
     plain = PlainState(owner)
     owner.file = np.memmap(tmp_path / "data.bin", np.float32, "w+", shape=(4,))
-    owner.weights = np.ones_like(owner.file)  # of the same class
+    owner.weights = np.ones_like(owner.file)  # of the same class, but not mapped
     owner.weights *= 3
     values, left_out = plain.capture()
     assert (list(values), left_out) == (["weights"], [])
@@ -224,7 +224,7 @@ def test_a_change_in_one_of_many_arrays_is_seen() -> None:
 
 
 def test_of_a_list_of_a_thousand_large_arrays_a_part_is_looked_at() -> None:
-    # one page each: more would be 256 GiB
+    # reads one page each: all of them would be 256 GiB
     arrays = [np.broadcast_to(np.zeros(1), (2**25,)) for _ in range(1000)]
     assert fingerprint(arrays) == fingerprint(list(arrays))
 
@@ -320,7 +320,7 @@ def test_what_a_value_raises_when_it_is_looked_at_hides_no_other(odd: Any) -> No
 
 
 def kept(value: Any) -> Any:
-    """What comes of a value that a script is known to keep for a while; None if it is not captured."""
+    """Capture and restore a value that a script is known to keep for a while; None if it is not captured."""
     source, target = Holder(), Holder()
     captured = small(value, is_kept=True)
     if captured is None:

@@ -1,4 +1,4 @@
-"""Whose a class or a file is."""
+"""Whether a class or a file belongs to the user or to a library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_class_is_the_users_by_its_file_and_one_without_a_file_in_the_program_
 
 
 def test_libraries_are_known_by_name() -> None:
-    average = type("EMAModel", (), {"__module__": "diffusers.training_utils"})  # a state of the training
+    average = type("EMAModel", (), {"__module__": "diffusers.training_utils"})  # holds a state of the training
     noise = type("DDPMScheduler", (), {"__module__": "diffusers.schedulers.scheduling_ddpm"})
     kinds = (Mine, torch.nn.Linear, collections.OrderedDict, Path, ckpt_core.Checkpointer, average, noise)
     assert [is_library(kind) for kind in kinds] == [False, True, True, True, True, False, True]

@@ -1,4 +1,4 @@
-"""What new ranks get: random generators, gradients of an open window, the order of samples."""
+"""What new ranks of an elastic resume get: generators, gradients of an open window, the order of samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_new_ranks_get_numbers_of_their_own_that_depend_on_the_state_alone() -> 
     torch.manual_seed(1)
     saved = RngState.capture()
     found = [_numbers(derive_rng(saved, rank)) for rank in (2, 3, 4)]
-    # whatever the generators of the new process are
+    # independent of the generators of the new process
     torch.manual_seed(99)
     random.seed(99)
     assert [_numbers(derive_rng(saved, rank)) for rank in (2, 3, 4)] == found
@@ -92,7 +92,7 @@ def test_what_is_left_of_an_epoch() -> None:
     dropped = BatchSampler(SequentialSampler(range(11)), 4, True)
     assert list(RemainingBatches(dropped, 5)) == [[5, 6, 7, 8]] and len(RemainingBatches(dropped, 5)) == 1
     assert list(RemainingBatches(whole, 12)) == [] and len(RemainingBatches(whole, 12)) == 0
-    # of another kind of batch sampler, batches are left out
+    # for another kind of batch sampler, whole batches are skipped
     own = _Sizes(SequentialSampler(range(6)), 2, False)
     assert list(RemainingBatches(own, 1)) == [[1, 2], [3, 4, 5]]
 
@@ -111,7 +111,7 @@ def test_one_order_from_the_global_generators_and_from_an_own_one(replacement: b
             return BatchSampler(WeightedRandomSampler([1.0] * 40, 40, replacement), 4, False)
         return BatchSampler(RandomSampler(range(40), replacement), 4, False)
 
-    # one rank: no generator of its own
+    # saved by one rank: the sampler has no generator of its own
     torch.manual_seed(3)
     alone = SamplerMoment(RngState.capture(), {}, {})
     order = list(sampler())

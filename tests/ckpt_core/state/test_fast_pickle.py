@@ -1,4 +1,4 @@
-"""Notes of a step: what goes in comes out, and nothing in them is run."""
+"""Notes of a step come back as they were written, and reading them runs no code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tensors_come_back(name: str) -> None:
     before = tensor.detach().clone()
     with torch.no_grad():
         found.zero_()
-    assert torch.equal(tensor, before)  # they share nothing
+    assert torch.equal(tensor, before)  # the copy shares no memory
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -56,7 +56,7 @@ def test_what_was_noted_before_comes_back_in_each_note(name: str) -> None:
         (found, (value, tensor)) = read_note(note_of([number, noted]))
         assert (found, value) == (number, VALUES[name])
         tensor += 1
-        assert tensor.tolist() == [2, 2]  # they share nothing
+        assert tensor.tolist() == [2, 2]  # the copies share no memory
 
 
 def test_reading_runs_no_code() -> None:

@@ -1,4 +1,4 @@
-"""Buffers of one rank: which ones they are, by which names, and how they come back."""
+"""Buffers of one rank: which ones they are, under which names, and that they are restored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ckpt_core.state.kinds import buffers_by_name, capture_buffers, restore_buff
 
 
 class Nested(torch.nn.Module):
-    """Has a part whose name is the one that the other's has without its wrapper."""
+    """Has two parts whose names are the same once the prefix ``module.`` is removed."""
 
     def __init__(self) -> None:
         super().__init__()

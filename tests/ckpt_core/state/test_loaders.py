@@ -88,7 +88,7 @@ class Noise(Dataset[Any]):
 
 
 class Pool:
-    """Opens what nobody can put back, and counts what is open."""
+    """Opens files, which no resume can restore, and counts them."""
 
     def __init__(self) -> None:
         self.opened, self.file = 0, None
@@ -148,7 +148,7 @@ def test_workers_go_on_from_where_they_were(make: Any, start_method: str, done: 
 
 
 class ReadsOn(DataLoader[Any]):
-    """Reads from one iterator in all epochs, as those do that keep their workers."""
+    """Reads from one iterator in all epochs, as loaders with persistent workers do."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -174,7 +174,7 @@ def test_a_loader_that_reads_on_from_an_iterator_of_its_own_is_said(workers: int
 
 
 class FromIterators(Dataset[Any]):
-    """Gives what comes next of iterators of its own, whatever it is asked for."""
+    """Returns the next items of its own iterators, whatever index is asked for."""
 
     def __init__(self) -> None:
         self.idle, self.ahead, self.queue = (i for i in range(9)), iter(DataLoader(Noise())), None
@@ -199,7 +199,7 @@ def test_iterators_of_the_data_that_nobody_brings_to_their_place_are_said() -> N
 
 
 class Slice:
-    """Gives the next of one iterator in each pass."""
+    """Yields the next item of one iterator in each pass."""
 
     def __init__(self) -> None:
         self.source = (torch.rand(()) for _ in range(99))
@@ -213,7 +213,7 @@ def test_a_loader_that_goes_on_in_the_next_pass_is_said_between_them() -> None:
     tracker = LoaderTracker(loader)
     tracker.begin_pass()
     list(loader)
-    assert fresh.check(tracker.capture(tracker.mark(), 3)) is None  # it is read again, and compared
+    assert fresh.check(tracker.capture(tracker.mark(), 3)) is None  # the pass is read again, and compared
     assert "has changed source," in str(fresh.check(tracker.capture_between_passes()))
 
 
@@ -275,7 +275,7 @@ def test_kinds() -> None:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """As torchdata asks for it."""
+    """The protocol, as torchdata defines it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -283,7 +283,7 @@ class Stateful(Protocol):
 
 
 class Counted:
-    """A sampler that has a state, as its iterator has."""
+    """A sampler that has a state; so does its iterator."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -303,7 +303,7 @@ class Counted:
 
 
 def test_what_has_a_state_has_it_behind_a_wrapper_too() -> None:
-    """Also for ``isinstance`` of a protocol, which looks into the class from Python 3.12 on."""
+    """Also for ``isinstance`` of a protocol, which inspects the class from Python 3.12 on."""
     sampler = RecordingSampler(Counted(), None)
     iterator = iter(sampler)
     assert isinstance(sampler, RecordingSampler)
@@ -334,7 +334,7 @@ def test_reading_that_draws_is_noticed_in_the_first_fetches_and_not_forgotten() 
     history.was_read(0, before)
     assert not history.draws_while_reading
     torch.rand(1)
-    history.was_read(2, before)  # by then the script trains, and draws too
+    history.was_read(2, before)  # by then the script trains, and draws numbers, too
     assert not history.draws_while_reading
     history.was_read(1, before)
     history.clear()
@@ -360,7 +360,7 @@ def test_buffers_of_a_rank_are_put_back_where_the_model_still_has_them() -> None
 
 
 class Squares(IterableDataset[Any]):
-    """Has a state as those of the datasets library: each pass begins at the loaded one."""
+    """Has a state like that of the data sets of the datasets library: each pass begins at the loaded state."""
 
     _starting_state_dict: dict[str, Any] | None = None
 
@@ -381,7 +381,7 @@ class Squares(IterableDataset[Any]):
 
 
 class Streamed(IterableDataset[Any]):
-    """Makes an order of its own for each epoch, from a number of samples on."""
+    """Makes a new order for each epoch, and yields it from sample ``start`` on."""
 
     def __init__(self) -> None:
         self.epoch, self.start = 0, 0
@@ -395,7 +395,7 @@ class Streamed(IterableDataset[Any]):
 
 
 class CountsSamples(DataLoader[Any]):
-    """As mosaicml-streaming: the end of a pass is a state at which nothing is left of it."""
+    """Like mosaicml-streaming's loader: the state at the end of a pass has no samples left."""
 
     __module__ = "streaming.base.dataloader"
 
@@ -421,7 +421,7 @@ class CountsSamples(DataLoader[Any]):
 
 
 class Restores(DataLoader[Any]):
-    """As litdata: a state from before a pass is the same object in all, and counts until a pass is read past its end."""
+    """Like litdata's: states from before a pass are one object in all, and count until a pass is read past its end."""
 
     __module__ = "litdata.streaming.dataloader"
 
@@ -467,7 +467,7 @@ STREAMS: dict[str, Any] = {
 
 
 def run_passes(tracker: LoaderTracker, begun: Any, first: int, saves: tuple[int, int]) -> tuple[list[Any], Any]:
-    """Run three passes; return the batches from ``saves`` on, and what was saved there."""
+    """Run three passes; return the batches from ``saves`` (pass, batch) on, and the state captured there."""
     taken, saved = list[Any](), None
     for number in range(first, 3):
         iterator, begun = begun, None
@@ -482,7 +482,7 @@ def run_passes(tracker: LoaderTracker, begun: Any, first: int, saves: tuple[int,
                 saved = tracker.capture(mark, at), RngState.capture()
             taken += [(number, at, torch.as_tensor(next(iterator)).tolist())]
             at += 1
-        if isinstance(tracker.loader, (StatefulDataLoader, nodes.Loader)):  # whose length is not known
+        if isinstance(tracker.loader, (StatefulDataLoader, nodes.Loader)):  # their length is not known
             assert next(iterator, None) is None
         if saves == (number, 6):
             saved = tracker.capture_between_passes(), RngState.capture()
@@ -532,7 +532,7 @@ def test_a_shuffle_buffer_that_no_state_has_is_said() -> None:
 
 
 class Masks:
-    """A collator that makes its generator when it first draws, once in each process: as that of transformers 5.24."""
+    """A collator that makes its generator at its first draw, once in each process, as that of transformers 5.24."""
 
     def __init__(self) -> None:
         self.generator: torch.Generator | None = None
@@ -550,7 +550,7 @@ def test_a_generator_of_another_process_continues_in_this_one(workers: bool) -> 
     carried = Carried({"collate_fn": first})
     first()
     carried.look()
-    first._generator_pid = -1  # that process
+    first._generator_pid = -1  # as if another process had made its generator
     generators, values = carried.generators(), carried.values()[0]
     here = Carried({"collate_fn": resumed}, plain=not workers)
     here.restore_values({} if workers else values)

@@ -1,4 +1,4 @@
-"""What a script keeps to itself, in places of every kind: a run that begins without it names it, and nothing else."""
+"""User variables in places of every kind: a run that resumes without one warns about it, and about no other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LINES = io.StringIO()
 
 
 class Run:
-    """One start of a script: the first notes what changes, the second begins without it."""
+    """One start of a script: the first run records what changes, the second resumes without it."""
 
     def __init__(self, saved: Any = None, owners: tuple[object, ...] = ()) -> None:
         self.model: Any = torch.nn.Linear(2, 2)
@@ -65,7 +65,7 @@ class Run:
             self.variables.resume(saved)
 
     def begins(self) -> bool:
-        """Train on the first batch; return whether the script goes on to change what it keeps."""
+        """Train on the first batch; return whether the script then changes its variables (only in the first run)."""
         self.variables.handed_out(begins=True)
         self.variables.trains()
         return not self.is_second
@@ -74,7 +74,7 @@ class Run:
         self.saved = self.variables.capture()
 
     def uses(self, value: Any) -> None:
-        """Whatever a training does with a value."""
+        """Stand for any use of a value by a training loop."""
 
 
 class Pair(NamedTuple):
@@ -238,7 +238,7 @@ def in_a_hook(run: Run) -> None:
 
 
 class Calls:
-    """A callback, whose function keeps something."""
+    """A callback whose function keeps a variable in its closure."""
 
     def __init__(self) -> None:
         best = 0.0
@@ -263,7 +263,7 @@ def in_a_callback(run: Run) -> None:
 def in_an_object_that_is_set_elsewhere(run: Run) -> None:
     held = types.SimpleNamespace(pace=1.0)
     if run.begins():
-        operator.setitem(vars(held), "pace", 0.5)  # no source says so
+        operator.setitem(vars(held), "pace", 0.5)  # no source code shows this change
         run.saves()
     run.uses(held.pace)
 
@@ -408,7 +408,7 @@ def in_a_function_that_is_replaced(run: Run) -> None:
 
 
 class Transformed:
-    """A data set."""
+    """A data set with a transform."""
 
     def __init__(self) -> None:
         self.transform = weak
@@ -481,7 +481,7 @@ def what_is_a_memo(run: Run) -> None:
 
 
 class Score(concurrent.futures.Future[float]):
-    """Of a library's class, which keeps what is its own in names with an underscore."""
+    """An object of a library's class, which keeps its own state in names with an underscore."""
 
 
 def what_a_library_keeps(run: Run) -> None:
@@ -493,7 +493,7 @@ def what_a_library_keeps(run: Run) -> None:
 
 
 class Replay:
-    """A buffer that turns over; what it holds when training begins is another thing in each process."""
+    """A replay buffer that turns over; what it holds when training begins differs in each process."""
 
     def __init__(self) -> None:
         self.items: list[float] = []
@@ -544,7 +544,7 @@ def what_is_shown_as_a_bar(run: Run) -> None:
 
 class Tracker:
     def log(self, values: dict[str, float]) -> None:
-        """As those do that show curves."""
+        """Log values, as experiment trackers do."""
 
 
 def what_is_only_logged(run: Run) -> None:
@@ -581,7 +581,7 @@ class Settings(dict[str, float]):
 
 
 class Forwards:
-    """Has every attribute that it is asked for."""
+    """Has every attribute that is asked for."""
 
     def __init__(self) -> None:
         self.best = 1.0
@@ -732,7 +732,7 @@ def test_globals_that_are_used_through_their_module_are_named(tmp_path: Path, mo
 
 
 class Refuses(float):
-    """A number that nobody may look at."""
+    """A number that raises however it is looked at."""
 
     def __repr__(self) -> str:
         raise ValueError("no unit")

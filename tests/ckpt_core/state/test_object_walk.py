@@ -1,4 +1,4 @@
-"""Generators are found wherever users keep them, captured without pickle, and set again."""
+"""Generators are found wherever users keep them, captured without pickle, and restored."""
 
 from __future__ import annotations
 

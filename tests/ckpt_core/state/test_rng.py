@@ -1,4 +1,4 @@
-"""Random generators: what is captured comes back, and loads without running code."""
+"""Random generators: their captured states are restored, and load without running code."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_packed_state_comes_back(drawn: int) -> None:
 NUMPY_STEPS: dict[str, Callable[[list[RngState]], Any]] = {
     "uniform": lambda _: np.random.rand(),
     "many": lambda _: np.random.rand(700),
-    "normal": lambda _: np.random.randn(),  # every second one leaves NumPy's memory as it is
+    "normal": lambda _: np.random.randn(),  # every second call leaves NumPy's memory unchanged
     "seed": lambda _: np.random.seed(7),
     "restore the last": lambda captured: captured[-1].restore(),
     "restore the one before": lambda captured: captured[-2:][0].restore(),

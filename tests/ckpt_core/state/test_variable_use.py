@@ -1,4 +1,4 @@
-"""What the source of a script says of its names: what stays, what begins anew, and what decides."""
+"""What the source of a script says about its variables: which ones stay, are reset, or decide anything."""
 
 from __future__ import annotations
 
@@ -110,17 +110,17 @@ def of_train(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "value", "decides"),
     [
-        (of_train("done"), 3, False),  # says when to end
-        (of_train("bad"), 3, True),  # the same, and is set back
-        (of_train("steps"), 3, True),  # by stage
+        (of_train("done"), 3, False),  # only says when to end
+        (of_train("bad"), 3, True),  # says when to end, too, but is reset
+        (of_train("steps"), 3, True),  # decides stage
         (of_train("stage"), 1, True),
         (of_train("noted[loss]"), 0.5, False),
         (of_train("noted[sum]"), 2, True),
         (":TOTAL", 3, False),
-        (":SEEN", [1], False),  # returned, to be looked at
-        (".sum", 0.5, False),  # printed by its mean
+        (":SEEN", [1], False),  # only returned, to be looked at
+        (".sum", 0.5, False),  # only its mean is printed
         (".shown", 3, False),
-        (".last", 0.5, True),  # by bad
+        (".last", 0.5, True),  # decides bad
         (".phase", "cold", True),
         (".history", [0.5], False),
         (".unknown", 3, True),
@@ -141,8 +141,8 @@ def test_what_decides(source: Source, name: str, value: Any, decides: bool) -> N
         (of_train("noted[loss]"), 0.5, False),
         (of_train("noted[sum]"), 2, True),
         (of_train("noted"), {}, True),  # made by no step: what is in it, and is set elsewhere, stays
-        ("._temperature", 0.5, True),  # by its property
-        ("._level", 0.5, True),  # by a method that is given it
+        ("._temperature", 0.5, True),  # through its property
+        ("._level", 0.5, True),  # through a method that it is passed to
         ("._noted", 0.5, False),
         (".unknown", 3, True),
     ],
@@ -154,8 +154,8 @@ def test_what_keeps_something_of_what_was_there(source: Source, name: str, value
 def test_what_is_set_back(source: Source) -> None:
     assert source.begins_anew(".sum", mark(0.0))
     assert not source.begins_anew(".sum", mark(1.0))
-    assert not source.begins_anew(".count", mark(0))  # only when the object is made
-    assert not source.begins_anew(".best", mark(0.5))  # only if it is a better one
+    assert not source.begins_anew(".count", mark(0))  # reset only when the object is made
+    assert not source.begins_anew(".best", mark(0.5))  # set only if the value is better
 
 
 RECORDERS = """
@@ -211,9 +211,9 @@ def train(recorder, optimizer, loss):
     ("name", "value", "decides", "is_logged"),
     [
         (".losses", [0.5], False, True),
-        (".total", 0.5, False, True),  # by a property
-        (".factor", 2.0, True, False),  # by a property that decides
-        (".unread", 1.0, True, False),  # by a property that nobody is seen to read
+        (".total", 0.5, False, True),  # through a property
+        (".factor", 2.0, True, False),  # through a property that decides
+        (".unread", 1.0, True, False),  # through a property that no code is seen to read
         (".values", [0.5], False, False),
         (".limit", 2.0, True, False),  # how many batches are read
     ],
@@ -279,7 +279,7 @@ def test_where_no_source_is_everything_matters(tmp_path: Path) -> None:
 def test_a_file_is_read_again_only_where_something_else_of_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saves ask from several places, and reading takes as long as a step."""
+    """Saves query the source from several places, and reading it takes as long as a step."""
     script, helpers = tmp_path / "script.py", tmp_path / "helpers.py"
     script.write_text("def train():\n    global total\n    total += 1\n\ndef check():\n    pass\n")
     helpers.write_text("class Meter:\n    def reset(self):\n        self.sum = 0\n")
