@@ -1,4 +1,4 @@
-"""Runs a training to its end and resumes it from a checkpoint on the way, in new objects and under another seed."""
+"""Run a training to its end, and resume it from a checkpoint of its middle in new objects, under another seed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ END = ("on_train_epoch_end", 2)
 
 
 def _none() -> None:
-    """There is no datamodule."""
+    """Return None: the training has no datamodule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """A training to run twice.
 
     Attributes:
         model: Makes the model.
         callbacks: Makes the callbacks.
         trainer: Arguments of the Trainer.
-        is_plain: Whether what it saves itself is plain data.
+        is_plain: Whether its checkpoint can be loaded with ``weights_only=True``.
         datamodule: Makes the datamodule, if there is one.
     """
 
@@ -44,7 +44,7 @@ class Training:
 def train_and_resume(
     training: Training, directory: Path, at: tuple[str, int] = MIDDLE
 ) -> tuple[Outcome, Outcome, list[str]]:
-    """Return what the uninterrupted run did after the save, what the resumed one did, and what that warned of."""
+    """Return what the whole run did after its save, what the resumed run did, and its warnings about exactness."""
     pl.seed_everything(1, verbose=False)
     model, save = training.model(), SaveAt(*at, directory / "saved.ckpt")
     trainer = make_trainer(directory, [*training.callbacks(), save], **training.trainer)

@@ -1,4 +1,4 @@
-"""Fixtures of several modules."""
+"""Fixtures that several modules of tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small training runs with everything in them that a resume can get wrong, for the tests of exact resume."""
+"""Small training runs that contain everything a resume can get wrong, for the tests of exact resume."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utiliti
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-#: Of Lightning, as numbers.
+#: Lightning's version, as numbers.
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", pl.__version__)[:3])
 
 
@@ -41,7 +41,7 @@ class PlannedError(RuntimeError):
 
 
 def first_batches(batch: Any) -> list[Any]:
-    """The (indices, data) pairs of a batch, whatever the loaders are combined to."""
+    """Return the (indices, data) pairs of a batch, however the loaders are combined."""
     if isinstance(batch, dict):
         return [part for part in batch.values() if part is not None]
     if isinstance(batch, list) and batch and isinstance(batch[0], (list, tuple)):
@@ -49,11 +49,11 @@ def first_batches(batch: Any) -> list[Any]:
     return [batch]
 
 
-_kept: weakref.WeakKeyDictionary[Model, Any] = weakref.WeakKeyDictionary()  # loaders that are given at every reload
+_kept: weakref.WeakKeyDictionary[Model, Any] = weakref.WeakKeyDictionary()  # loaders to return again at every reload
 
 
 class Model(pl.LightningModule):
-    """Dropout, noise of every generator, means and torchmetrics over the epoch; remembers what it saw."""
+    """A model with dropout, noise from every generator, and metrics over the epoch; remembers what it saw."""
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class SaveAt(Checkpoint):
             self.calls += 1
             if self.calls == self.count:
                 trainer.save_checkpoint(self.path)
-                # a validation that was not over is done again from its start
+                # a resume repeats an unfinished validation from its start
                 again = hook.startswith("on_validation") and hook != "on_validation_end"
                 self.seen, self.rows = self.validation if again else (len(module.seen), len(trainer.logger.rows))
                 if self.after_save is not None:
@@ -218,7 +218,7 @@ class SaveAt(Checkpoint):
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run came to."""
+    """The results of a run: its final state, the batches that it saw, and what it logged."""
 
     weights: str
     optimizer: str
@@ -226,7 +226,7 @@ class Outcome:
     rows: list[Any]
     step: int
     callback_metrics: dict[str, float]
-    #: what the last checkpoint holds, and a resume continues with
+    #: digests of the state in the last checkpoint, from which a resume continues
     saved: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def after(self, seen: int, rows: int) -> Outcome:
@@ -234,7 +234,7 @@ class Outcome:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of nested data with tensors in it."""
+    """Return the SHA-256 of nested data that may hold tensors."""
     found = hashlib.sha256()
 
     def add(item: Any) -> None:
@@ -264,9 +264,9 @@ def outcome(trainer: Any, model: Model) -> Outcome:
 
 
 def end_workers(trainer: Any) -> None:
-    """End the workers that loaders keep, which nothing else ends in time.
+    """End the persistent workers of the loaders, which nothing else ends in time.
 
-    Where Python's garbage collector finds them, the queues are gone before, and it waits five seconds for each.
+    When Python's garbage collector ends them, their queues are already gone, and it waits five seconds for each worker.
     """
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     for combined in (loop._combined_loader for loop in loops):
@@ -276,7 +276,7 @@ def end_workers(trainer: Any) -> None:
 
 
 def saved_at_the_end(trainer: Any, path: Path) -> dict[str, str]:
-    """The digest of each leaf of the exact state in a checkpoint saved now; what it notes of its own run left out."""
+    """Save a checkpoint; return a digest of each leaf of its exact state, without what it notes about its own run."""
     trainer.save_checkpoint(path)
     state = torch.load(path, weights_only=False)
     found = {}

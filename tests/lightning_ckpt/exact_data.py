@@ -32,14 +32,14 @@ BATCH = 4
 
 
 class GeneratorLoader(DataLoader[Any]):
-    """Its iterator is not torch's."""
+    """A ``DataLoader`` whose iterator is a generator, not one of torch's own."""
 
     def __iter__(self) -> Any:
         yield from super().__iter__()
 
 
 class QuietStream(Stream):
-    """An iterable data set without a state that draws no random numbers."""
+    """An iterable data set that has no state and draws no random numbers."""
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index in range(self.size):
@@ -47,7 +47,7 @@ class QuietStream(Stream):
 
 
 class OwnLoader:
-    """A user's loader that is no ``DataLoader``."""
+    """A user's loader that is not a ``DataLoader``."""
 
     def __len__(self) -> int:
         return SAMPLES // BATCH
@@ -59,7 +59,7 @@ class OwnLoader:
 
 
 class OwnStatefulLoader:
-    """A user's loader with a state, without a length."""
+    """A user's loader that has a state but no length."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -79,7 +79,7 @@ class OwnStatefulLoader:
 
 
 class Shifts(torch.nn.Module):
-    """Keeps in each step what the same step uses."""
+    """Sets an attribute in each step that only the same step uses."""
 
     def center(self, inputs: torch.Tensor) -> torch.Tensor:
         self.shift = inputs.mean(0)

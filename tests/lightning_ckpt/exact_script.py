@@ -1,8 +1,8 @@
-"""Trains for the tests of exact resume, each time in a process of its own.
+"""Train in fresh processes, for the tests of exact resume.
 
 ``exact_script.py`` reads one specification per line from its standard input. For each it forks one process per rank
-from its clean self (nothing has been trained in it), which saves the time of the imports, and answers with their exit
-statuses. Each rank writes ``RESULT.<rank>.json``, or is killed right after a save. A specification::
+from itself, which has imported everything and trained nothing, and answers with the exit statuses of the ranks. Each
+rank writes ``RESULT.<rank>.json``, or is killed right after a save. A specification::
 
     {"options": {...}, "trainer": {...}, "seed": 1, "save": ["hook", count] | null, "kill": true, "checkpoint": "path",
      "resume": false, "result": "path", "io": "stock" | "module:Class", "port": 29500}
@@ -29,7 +29,7 @@ from tests.support.forking import fork_rank, rank_variables, serve
 
 
 def die(saved: Path) -> None:
-    """Kill all ranks and their workers, as losing the machine would, once the checkpoint is there."""
+    """Wait for the checkpoint, then kill all ranks and their workers, as the loss of the machine would."""
     while not saved.exists():
         time.sleep(0.01)
     os.killpg(os.getpgid(0), signal.SIGKILL)
@@ -66,7 +66,7 @@ def main(spec: dict[str, Any]) -> None:
 
 
 def run(spec: dict[str, Any]) -> list[int]:
-    """Return the exit statuses of the ranks."""
+    """Run the ranks and return their exit statuses."""
     processes: list[int] = []
     for rank in range(spec["ranks"]):
         log, group = f"{spec['result']}.{rank}.log", processes[0] if processes else 0

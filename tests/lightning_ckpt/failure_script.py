@@ -1,7 +1,7 @@
-"""Trains on two ranks for the tests of failures, and tells what each rank came to.
+"""Train on two ranks whose saves or batches fail, and write what each rank raised.
 
-Reads one specification per line from its standard input, forks a process per rank from its clean self, and answers
-``"ended"`` or ``"hung"`` (then the ranks were killed). Each rank writes what it caught as JSON.
+Reads one specification per line from its standard input, forks one process per rank from itself, and answers
+``"ended"`` or ``"hung"`` (then the ranks were killed). Each rank writes the exception that it caught as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.forking import fork_rank, rank_variables, serve
 
 
 class Opens(Callback):
-    """Lets the storage go on when training has raised."""
+    """Opens the gate of the storage soon after training has raised, and records what was pending and saved by then."""
 
     at_exception: Any = None
 
@@ -42,11 +42,11 @@ class Opens(Callback):
 
 
 def left_over(plugin: Any) -> list[str]:
-    """What should have been freed."""
+    """Return the threads, saves and buffers that should be gone by now, but are not."""
     buffers = plugin.checkpointer._pipeline.buffers
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
     for thread in threads:
-        thread.join(60.0)  # one that begins late finds nothing to do
+        thread.join(60.0)  # a thread that starts late finds nothing to do
     found = [*(thread.name for thread in threads if thread.is_alive()), *plugin.checkpointer.pending]
     if buffers._lent or buffers._idle:
         found.append("buffers")

@@ -1,4 +1,4 @@
-"""What only newer versions of Lightning can do."""
+"""Features that only newer versions of Lightning have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch import callbacks
 SAVES_LAST_AT_EPOCH_END = "_last_global_step_saved" not in inspect.getsource(
     callbacks.ModelCheckpoint.on_train_epoch_end
 )
-#: Whether pruning with the lottery ticket hypothesis goes back to the first weights: 2.5.0 copies them to no avail.
+#: Whether pruning with the lottery ticket hypothesis goes back to the first weights; the copy of 2.5.0 has no effect.
 LOTTERY_GOES_BACK = "_orig" in inspect.getsource(callbacks.ModelPruning._copy_param)
 HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(callbacks.ModelCheckpoint).parameters
 

@@ -1,4 +1,4 @@
-"""Trains with post-localSGD on several gloo ranks, each time in processes of their own (see ``sharded_script.py``)."""
+"""Train with post-localSGD on several gloo ranks, each run in fresh processes (see ``sharded_script.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed.optim  # which the strategy imports otherwise, in every rank
+import torch.distributed.optim  # once here; otherwise the strategy imports it in every rank
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -26,21 +26,20 @@ class Spec:
     """What to train.
 
     Attributes:
-        ranks: How many.
-        kind: Not looked at.
-        directory: Of the checkpoints.
+        ranks: Number of ranks.
+        kind: Ignored.
+        directory: Directory of the callback's checkpoints.
         result: Path of the results, without ``.<rank>.json``.
-        port: Of the process group.
+        port: Port of the process group.
         io: Name of the plugin's class.
-        saved: Directory of the callback's checkpoints.
-        ckpt_path: What to resume from.
+        ckpt_path: Checkpoint to resume from.
         start: Steps before weights are averaged.
         period: Steps between two averagings.
-        steps: When to end.
-        kill_at: All ranks are killed before this batch, when the checkpoint before is durable.
-        callback: Arguments of :class:`ResumableCheckpoint`; None for none of it.
+        steps: Number of steps to train.
+        kill_at: Step before whose batch all ranks are killed, once pending checkpoints are durable.
+        callback: Arguments of :class:`ResumableCheckpoint`; None for no callback.
         after_fit: Whether to save to ``after.ckpt`` when the fit is over.
-        power: Whether gradients are compressed by PowerSGD, and no weights averaged.
+        power: Whether to compress gradients with PowerSGD instead of averaging weights.
     """
 
     ranks: int
@@ -60,7 +59,7 @@ class Spec:
 
 
 class OnCPU(DDPStrategy):
-    """Lightning registers communication hooks on GPUs only; torch calls them with gloo as well."""
+    """Registers communication hooks on the CPU too: Lightning does so on GPUs only, but torch calls them with gloo."""
 
     def _register_ddp_hooks(self) -> None:
         if self._ddp_comm_hook is not None:
@@ -92,7 +91,7 @@ class Model(pl.LightningModule):
 
 
 def state_of(trainer: Any, module: Model) -> dict[str, Any]:
-    """Digests of what this rank holds."""
+    """Return digests of the weights and moments of this rank, and its counters."""
     moments = trainer.optimizers[0].state_dict()["state"]
     return {
         "weights": {name: sharded_script.digest(value) for name, value in module.named_parameters()},
@@ -107,7 +106,7 @@ def state_of(trainer: Any, module: Model) -> dict[str, Any]:
 
 
 class Tells(Callback):
-    """Notes what this rank holds at the start and after each batch; ends the machine."""
+    """Records what this rank holds at the start and after each batch; kills all ranks at ``kill_at``."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -120,7 +119,7 @@ class Tells(Callback):
         if trainer.global_step == self.spec.kill_at:
             plugin = trainer.strategy.checkpoint_io
             plugin.checkpointer.drain()
-            trainer.strategy.barrier()  # on all ranks durable
+            trainer.strategy.barrier()  # durable on all ranks
             sharded_script.os.killpg(0, sharded_script.signal.SIGKILL)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:

@@ -1,6 +1,6 @@
-"""A training script of a user with one defect, or none, that ``ckpt rehearse`` is to name: ``rehearsed_script.py CASE``.
+"""A user's training script with one defect, or none, for ``ckpt rehearse`` to find: ``rehearsed_script.py CASE``.
 
-It knows nothing of rehearsals.
+The script knows nothing about rehearsals.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Model(pl.LightningModule):
 
 
 class Timed(Model):
-    """Has an attribute that is another in each process, and that nothing depends on."""
+    """Has an attribute that differs between processes, and on which nothing depends."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.began = time.time()
@@ -87,14 +87,14 @@ class WritesAtTheEnd(pl.Callback):
 
 
 def lose_generators() -> None:
-    """A mutation of the engine."""
+    """Break the engine: generators are not restored."""
     from ckpt_core.state import rng
 
     rng.RngState.restore = lambda self: None  # type: ignore[method-assign]
 
 
 def lose_moments() -> None:
-    """Another one."""
+    """Break the engine: the first moments of AdamW are zero after a load."""
     load = torch.optim.AdamW.load_state_dict
 
     def load_state_dict(self: Any, state: Any) -> None:
@@ -106,7 +106,7 @@ def lose_moments() -> None:
 
 
 def shift_rest(samples: int) -> None:
-    """What is left of an epoch for other ranks begins so many samples later."""
+    """Break the engine: the rest of an epoch that another number of ranks continues begins ``samples`` later."""
     from ckpt_core.state.elastic import EpochShare
 
     rest = EpochShare._indices
@@ -134,7 +134,7 @@ def main(case: str) -> None:
         plugins=[AsyncCheckpointIO(report="mine/report.html")] if case != "early" else [],
         callbacks=[EarlyStopping("loss_epoch", patience=99, check_on_train_epoch_end=True), WritesAtTheEnd()],
     )
-    # behind the Trainer, which in the case ``early`` knows nothing of us until then
+    # after the Trainer was made, which in the case ``early`` has nothing of ours until then
     trainer.callbacks.append(ResumableCheckpoint(dirpath="mine", every_n_train_steps=3, save_top_k=0, save_last=True))
     loaders = DataLoader(data, batch_size=4, shuffle=True), DataLoader(Samples(), batch_size=12)
     trainer.fit(model, *loaders[: 1 if case == "alone" else 2], ckpt_path="last")

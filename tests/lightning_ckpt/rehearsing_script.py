@@ -1,4 +1,4 @@
-"""A user's script that has itself rehearsed before it trains: ``rehearsing_script.py DATA REHEARSE [DEVICES]``."""
+"""A user's script that rehearses itself before it trains: ``rehearsing_script.py DATA REHEARSE [DEVICES]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small training runs whose checkpoints are too large to be waited for: they are saved in the background."""
+"""Small training runs whose states are just large enough to be saved in the background."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utiliti
 def model_of(
     package: str = "lightning.pytorch", *, raise_at: int | None = None, metrics: tuple[float, ...] = ()
 ) -> Any:
-    """A model of ``NUMBERS`` parameters that count the optimizer steps.
+    """Return a model of ``NUMBERS`` parameters, each of which counts the optimizer steps.
 
     Args:
-        package: Whose module to be.
+        package: Package of the ``LightningModule`` to derive from.
         raise_at: Number of the batch whose ``training_step`` raises.
-        metrics: Values of ``loss`` to log, one per batch, again from the start when they are used up.
+        metrics: Values of ``loss`` to log, one per batch, from the start again when they are used up.
     """
     pl = importlib.import_module(package)
 
@@ -115,14 +115,14 @@ class GatedStorage(LocalStorage):
 
 
 class FillsDisk(Callback):
-    """Fills the disk before the save of one step, and gives the room back before that of another.
+    """Fills the disk before the save of one step, and frees it before the save of another.
 
-    Holds the gate of :class:`GatedStorage` closed from a save to the next batch: saves fail between two batches.
+    Keeps the gate of :class:`GatedStorage` closed from a save to the next batch, so that saves fail between batches.
 
     Args:
         directory: A directory of the small filesystem.
         full_at: The optimizer step before whose save the disk is filled.
-        free_at: The optimizer step before whose save there is room again.
+        free_at: The optimizer step before whose save the disk has space again.
     """
 
     def __init__(self, directory: Path, full_at: int, free_at: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong in the saves of ``sharded_script.py``."""
+"""Faults to inject into the saves of ``sharded_script.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SetInBatch(Callback):
 
 
 def faulty_storage(fault: dict[str, Any], rank: int, late: threading.Event) -> FaultyStorage:
-    """Something happens in the middle of a save, when this rank's first file is written."""
+    """Return a storage that fails, or kills ranks, in the middle of a save: when this rank's first file is written."""
 
     def is_meant(operation: Operation) -> bool:
         return operation.name == "commit" and fault["save"] in operation.path

@@ -1,4 +1,4 @@
-"""Starts the runs of ``sharded_script.py`` and reads what they wrote."""
+"""Start runs of ``sharded_script.py`` and read their results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Runs(ScriptServer):
     """A clean process that forks the ranks of each run."""
 
     def run(self, directory: Path, name: str, *, ranks: int = 2, fails: bool = False, **spec: Any) -> list[Any]:
-        """Train; what each rank wrote, None for one that was killed.
+        """Train, and return the result of each rank; None for a rank that was killed.
 
         Args:
-            directory: Of the checkpoints; those of the run that is resumed, too.
-            name: Of the results.
-            ranks: How many.
-            fails: Whether it may raise or be killed.
+            directory: Directory of the checkpoints, also of those of a run to resume.
+            name: Name of the results.
+            ranks: Number of ranks.
+            fails: Whether the run may raise or be killed.
             spec: The rest of the specification.
         """
         port = free_port()
@@ -67,13 +67,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) ->
 
 
 def parts_at(path: Path) -> dict[str, Any]:
-    """Weights and optimizer of a checkpoint, whole."""
+    """Return the weights and the optimizer's state of a checkpoint, with whole tensors."""
     with DirectoryCheckpointer().load(path) as opened:
         return {part: opened.load(part) for part in ("model", "optimizer")}
 
 
 def assert_same_tensors(left: Any, right: Any, where: str = "") -> None:
-    """Both have the same keys and the same bits."""
+    """Check that two nested states have the same keys and the same bits."""
     if isinstance(left, dict):
         assert left.keys() == right.keys(), where
         for key in left:

@@ -1,7 +1,7 @@
-"""Trains on several gloo ranks for the tests of sharded checkpoints, each time in processes of their own.
+"""Train on several gloo ranks in fresh processes, for the tests of sharded checkpoints.
 
-Reads one specification per line from its standard input, forks one process per rank from its clean self, which saves
-the time of the imports, and answers with their exit statuses. Each rank writes ``RESULT.<rank>.json``. See
+Reads one specification per line from its standard input, forks one process per rank from itself, which saves the
+time of the imports, and answers with their exit statuses. Each rank writes ``RESULT.<rank>.json``. See
 :class:`Spec`.
 """
 
@@ -44,29 +44,29 @@ class Spec:
     """What to train.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         kind: ``"ddp"``, ``"mp"`` (``ModelParallelStrategy`` with FSDP2) or ``"fsdp"`` (FSDP1).
-        directory: Of the checkpoints.
+        directory: Directory of the checkpoints.
         result: Path of the results, without ``.<rank>.json``.
-        port: Of the process group.
-        seed: Of the run.
-        ckpt_path: What to resume from.
+        port: Port of the process group.
+        seed: Seed of the run.
+        ckpt_path: Checkpoint to resume from.
         trainer: Arguments of the Trainer.
-        callback: Arguments of :class:`ResumableCheckpoint`; None for none of it.
-        plugin: Arguments of :class:`ShardedCheckpointIO`; None for Lightning's own.
+        callback: Arguments of :class:`ResumableCheckpoint`; None for no callback.
+        plugin: Arguments of :class:`ShardedCheckpointIO`; None for Lightning's own plugin.
         samples: Size of the data set.
         batch: Samples in a batch.
-        loader: ``"map"``, ``"stream"``, ``"sampler"`` (a ``DistributedSampler`` of the user's), or ``"stateful"`` (a
+        loader: ``"map"``, ``"stream"``, ``"sampler"`` (the user's own ``DistributedSampler``), or ``"stateful"`` (a
             ``StatefulDataLoader`` with a ``StatefulDistributedSampler``).
         workers: Data loading workers.
-        manual: Steps of the user's own, each after so many batches; 0 for Lightning's.
+        manual: Number of batches per step of manual optimization; 0 for automatic optimization.
         average: Whether to average the weights.
         after: What to do after ``fit``: ``"save"``, ``"validate"`` and ``"test"`` with ``ckpt_path="best"``.
-        save_at: Hook and number of its call at which to save to ``DIRECTORY/saved.ckpt``, and whether to be killed
-            then.
+        save_at: Hook and number of its call at which to save to ``DIRECTORY/saved.ckpt``, and whether to kill all
+            ranks then.
         fault: ``{"rank": 1 or None for all, "save": "step=6", "act": "fail" | "kill"}``: what happens in the middle of
-            a save. ``"late": 9``: rank 0 only hears of it in the 9th batch.
-        spoils: Rank that alone has no weights in its checkpoint after step 6, which no plugin can save.
+            a save. ``"late": 9``: rank 0 learns of it only in the 9th batch.
+        spoils: The only rank whose checkpoint after step 6 has no weights, which no plugin can save.
     """
 
     ranks: int
@@ -114,9 +114,9 @@ class Stream(IterableDataset):
 class Model(pl.LightningModule):
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        # enough that each rank writes a slice; uneven, so that shards are
+        # large enough that each rank writes a slice; odd, so that shards are uneven
         width = 1001 if spec.kind == "ddp" else 15
-        out = 8 if spec.kind == "fsdp" else 3  # torch loads nothing into a rank of FSDP1 that holds nothing of a tensor
+        out = 8 if spec.kind == "fsdp" else 3  # torch loads nothing into an FSDP1 rank that holds no part of a tensor
         middle = torch.nn.BatchNorm1d(width) if spec.kind == "ddp" else torch.nn.Identity()
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, width), middle, torch.nn.Dropout(0.2), torch.nn.Linear(width, out, bias=False)
@@ -187,7 +187,7 @@ class Model(pl.LightningModule):
 
 
 class FSDPOnCPU(FSDPStrategy):
-    """Lightning refuses FSDP without a GPU; torch does not."""
+    """FSDP without a GPU, which Lightning refuses and torch allows."""
 
     def _setup_model(self, model: Any) -> Any:
         return FullyShardedDataParallel(
@@ -209,7 +209,7 @@ def make_strategy(spec: Spec) -> Any:
 
 
 class SaveAt(Callback):
-    """Saves at the n-th call of a hook, and may have the machine killed when that is durable."""
+    """Saves at the n-th call of a hook; can kill all ranks when that checkpoint is durable."""
 
     def __init__(self, path: Path, hook: str, count: int, kill: bool) -> None:
         self.calls, self.seen = 0, 0
@@ -247,7 +247,7 @@ def digest(value: torch.Tensor) -> str:
 
 
 def weights_of(model: Model) -> dict[str, str]:
-    """Digest of each tensor; of distributed ones, of this rank's shard."""
+    """Return a digest of each tensor; of distributed tensors, of this rank's shard."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     local = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
     return {name: digest(value) for name, value in local.items()}
@@ -260,7 +260,7 @@ def make_trainer(spec: Spec, plugin: ShardedCheckpointIO | None, callbacks: list
         **{**defaults, **spec.trainer},
         accelerator="cpu",
         devices=spec.ranks,
-        inference_mode=spec.kind != "mp",  # in which FSDP2 cannot gather weights
+        inference_mode=spec.kind != "mp",  # FSDP2 cannot gather weights in inference mode
         strategy=make_strategy(spec),
         plugins=[] if plugin is None else [plugin],
         callbacks=callbacks,
@@ -333,7 +333,7 @@ def write_result(spec: Spec, rank: int) -> None:
 
 
 def run(asked: dict[str, Any]) -> list[int]:
-    """Return the exit statuses of the ranks."""
+    """Run the ranks and return their exit statuses."""
     spec = Spec(**asked)
     processes: list[int] = []
     for rank in range(spec.ranks):
@@ -351,7 +351,7 @@ def run(asked: dict[str, Any]) -> list[int]:
 
 
 def end_rest(processes: set[int]) -> None:
-    """A rank is gone: give the others a moment to find out for themselves, as a launcher does, and kill them."""
+    """Give the other ranks a moment to notice that one is gone, as a launcher does, and kill them."""
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline and any(_runs(process) for process in processes):
         time.sleep(0.1)

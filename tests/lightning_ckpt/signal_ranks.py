@@ -1,4 +1,4 @@
-"""Ranks that get signals (``signal_script.py``), for the tests of what is done about them."""
+"""Start runs of ``signal_script.py``, whose ranks get signals, and read their results."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Job(ScriptServer):
     """Runs ranks, each a fresh process (see ``signal_script.py``)."""
 
     def run(self, directory: Path, name: str, **spec: Any) -> list[dict[str, Any]]:
-        """Train; what each rank wrote."""
+        """Train, and return the results of the ranks that were not killed."""
         port = free_port()
-        # What SLURM is asked for, and which checkpoints are there by then.
+        # A fake scontrol that records its arguments and the checkpoints that exist when it is called.
         scontrol = directory / "scontrol"
         scontrol.write_text(f'#!/bin/sh\ncd {directory}\necho "$@" $(ls -d hpc_ckpt_*) >> requeued\n')
         scontrol.chmod(0o755)

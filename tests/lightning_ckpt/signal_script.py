@@ -1,7 +1,7 @@
-"""Trains on one or several ranks that get signals, for the tests of what is done about them.
+"""Train on one or several ranks that get signals, for the tests of how signals are handled.
 
-Reads one specification per line from its standard input, forks a process per rank from its clean self, and answers with
-``["ended" or "hung", exit statuses]``. Each rank writes what it came to as JSON. A specification::
+Reads one specification per line from its standard input, forks one process per rank from itself, and answers with
+``"ended"`` or ``"hung"`` (then the ranks were killed). Each rank writes its results as JSON. A specification::
 
     {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
      "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
@@ -46,7 +46,7 @@ from tests.support.forking import fork_rank, rank_variables, serve
 
 
 class Stages(Model):
-    """Is tested, and predicts."""
+    """A model that can also be tested and can predict."""
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
@@ -61,7 +61,7 @@ class Stages(Model):
 
 
 class Sharded(Stages):
-    """Is divided over ranks, and may have each shard on two (HSDP); has statistics that differ between ranks."""
+    """A model sharded over ranks, perhaps with each shard on two (HSDP); its statistics differ between ranks."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
@@ -91,13 +91,13 @@ class Signals(pl.Callback):
                 (Path(trainer.default_root_dir) / "notice").touch()
             elif self.left == 0:
                 os.kill(os.getpid(), getattr(signal, what.removesuffix(" and wait")))
-                time.sleep(0.5 if what.endswith(" and wait") else 0.0)  # until threads know of it
+                time.sleep(0.5 if what.endswith(" and wait") else 0.0)  # so that threads notice it
 
         setattr(self, hook, call)
 
 
 class OwnGenerators(pl.Callback):
-    """Gives each rank its own random numbers, after the strategy has given all the same."""
+    """Seeds the generators of each rank differently, after the strategy has given all ranks the same seed."""
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -105,7 +105,7 @@ class OwnGenerators(pl.Callback):
 
 
 class NotingMeeting(Meeting):
-    """Knows whether it has had its rank act."""
+    """A meeting that records whether it has made its rank act."""
 
     has_acted = False
 
@@ -116,9 +116,9 @@ class NotingMeeting(Meeting):
 
 
 class Patience(pl.Callback):
-    """Keeps a rank that sent itself a signal, or a notice, in its next batch until the ranks know where they act on it.
+    """Holds a rank that sent itself a signal or a notice in its next batch until the ranks know where they act on it.
 
-    These batches take less time than a thread waits for its turn on a busy machine.
+    Otherwise these batches take less time than a thread waits for its turn on a busy machine.
     """
 
     def __init__(self, signals: list[Signals]) -> None:
@@ -147,7 +147,7 @@ def main(spec: dict[str, Any], rank: int) -> None:
     gathering._INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=2)  # type: ignore[attr-defined]
     _preemption.Meeting = NotingMeeting  # type: ignore[misc]
     directory = Path(spec["directory"])
-    if "answers" in spec:  # how long ranks wait for those who do not say where they are
+    if "answers" in spec:  # how long a rank waits for ranks that do not report their position
         Meeting.__init__.__kwdefaults__["answer_within"] = spec["answers"]  # type: ignore[attr-defined,index]
     pl.seed_everything(spec.get("seed", 1), verbose=False)
     strategy: Any = "ddp" if spec["ranks"] > 1 else "auto"
@@ -206,14 +206,14 @@ def main(spec: dict[str, Any], rank: int) -> None:
 
 
 def begin(spec: dict[str, Any], rank: int) -> None:
-    """Run one rank, with what its launcher tells it."""
+    """Run one rank, with the environment variables that its launcher would set."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"])}
     if spec.get("slurm"):
         tasks = {"SLURM_NTASKS": spec["ranks"], "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
         tasks |= {"SLURM_JOB_ID": 17, "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": spec["ranks"]}
         os.environ.update({**address, **{name: str(value) for name, value in tasks.items()}})
         os.environ["PATH"] = spec["directory"] + os.pathsep + os.environ["PATH"]
-    elif spec.get("machines"):  # a rank on each, to which the same path is another directory
+    elif spec.get("machines"):  # one rank on each, where the same path is another directory
         os.chdir(f"{spec['directory']}/{rank}")
         os.environ.update({**address, "NODE_RANK": str(rank), "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": "0"})
     else:

@@ -1,4 +1,4 @@
-"""Two ranks of Lightning and Fabric on the simulated device go on with the bits of runs that were not interrupted."""
+"""Lightning and Fabric on two ranks of the simulated device resume bit for bit like runs without interruption."""
 
 from __future__ import annotations
 

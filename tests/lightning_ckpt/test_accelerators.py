@@ -1,4 +1,4 @@
-"""A fit on an accelerator goes on with the bits of one that was not interrupted."""
+"""A fit on an accelerator resumes bit for bit like a fit that was not interrupted."""
 
 from __future__ import annotations
 

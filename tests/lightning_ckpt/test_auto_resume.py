@@ -61,7 +61,7 @@ def test_a_script_without_a_directory_finds_itself_again(tmp_path: Path, logger:
     assert second.callback.resumed == ResumePoint(str(saved / "step=4.ckpt"), step=4, epoch=0, batch=4)
     assert second.model.batches == BATCHES - 4
     assert torch.equal(second.model.weight, torch.full((NUMBERS,), float(BATCHES)))
-    assert [name for name in names(saved) if name.startswith(".")] == []  # ended well: no attempt is on record
+    assert [name for name in names(saved) if name.startswith(".")] == []  # the run ended well: no attempt is recorded
 
 
 def test_the_tasks_of_an_array_do_not_resume_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_directory_that_is_a_file_is_told_before_training(tmp_path: Path, resu
         trainer.fit(model_of())
     assert trainer.global_step == 0
     kept_none = started(tmp_path, dirpath=tmp_path / "file", resume=None, save_top_k=0)
-    assert kept_none.global_step == BATCHES  # as it saves nothing
+    assert kept_none.global_step == BATCHES  # because it saves nothing
 
 
 def test_a_link_to_what_is_not_mounted_is_no_first_start(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_an_epoch_that_max_steps_or_a_stop_has_cut_is_said(
 
     caplog.set_level(logging.INFO)
     fit(*((-1, Stops(steps)) if stops else (steps,)))
-    fit(steps)  # has nothing to train
+    fit(steps)  # nothing is left to train
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed = fit(-1)

@@ -1,4 +1,4 @@
-"""What samplers, data sets, transforms and collators keep in their attributes is as it was after a resume."""
+"""Attributes of samplers, data sets, transforms and collators have the same values after a resume."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOISE = random.Random(4)
 
 
 class Items(Dataset[Any]):
-    """32 items; ``change`` is added to what an item is made of."""
+    """A data set, of 32 items by default; the result of ``change`` is added to each item."""
 
     def __init__(self, change: Callable[[], float] = lambda: 0.0, size: int = 32) -> None:
         self.change, self.order, self.reads = change, list(range(size)), np.zeros(size, dtype=np.int64)
@@ -77,7 +77,7 @@ class Slots:
 
 
 class WhenItDraws(Items):
-    """Makes its generators when it first draws."""
+    """Makes its generators when it draws for the first time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class WhenItDraws(Items):
 
 
 class ForEachKind(Items):
-    """Makes generators for kinds of items when it first meets them, and one of which there is no attribute before."""
+    """Makes generators for kinds of items when it first meets them, and one whose attribute does not exist before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Collate:
 
 
 class Shuffled(Sampler[list[int]]):
-    """The usual hand-written batch sampler: shuffles its list in place, with a generator of its own or the global."""
+    """The usual hand-written batch sampler: shuffles its list in place, with its own generator or the global one."""
 
     def __init__(self, own: random.Random | None = None, lazy: bool = False) -> None:
         self.batches = [list(range(begin, begin + 4)) for begin in range(0, 32, 4)]
@@ -162,7 +162,7 @@ class Shuffled(Sampler[list[int]]):
 
 
 class Mining(Sampler[int]):
-    """Prefers what training has marked."""
+    """Draws the items that training has marked with a higher probability."""
 
     def __init__(self) -> None:
         self.weights = torch.ones(32)
@@ -200,7 +200,7 @@ class Grows(Callback):
 
 
 class Counting(IterableDataset[Any]):
-    """Counts its passes, and shuffles by that."""
+    """Counts its passes, and shuffles depending on the count."""
 
     def __init__(self) -> None:
         self.epoch, self.noise, self.queue = -1, Noise(), [0]
@@ -273,7 +273,7 @@ IN_PROCESS = {
 
 
 def some(names: list[str], *quick: str) -> list[Any]:
-    """All cases; those that are not named run with the slow tests."""
+    """Return all cases; those that are not in ``quick`` run with the slow tests."""
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
 
 
@@ -372,7 +372,7 @@ def test_what_functions_of_the_data_only_tell_is_not_named(tmp_path: Path) -> No
 
 
 class Draws(Items):
-    """Keeps the noise that it has drawn for a sample."""
+    """Caches the noise that it has drawn for a sample."""
 
     def __init__(self) -> None:
         super().__init__()

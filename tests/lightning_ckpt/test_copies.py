@@ -1,4 +1,4 @@
-"""A Trainer in the middle of a fit, and each part of ours on it, can be pickled and copied, as without us."""
+"""A Trainer in the middle of a fit, with our callback and plugin, can be pickled and copied, as without them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": 
 
 
 class Model(LightningModule):
-    """Importable, so that it can be pickled."""
+    """A model at module level, so that it can be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Copies(Callback):
 
 class Uploads(MemoryLogger):
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Observes, as loggers do that upload checkpoints."""
+        """Observe saves, as loggers do that upload checkpoints."""
 
 
 PLUGINS: dict[str, Any] = {

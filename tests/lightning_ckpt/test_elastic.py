@@ -1,4 +1,4 @@
-"""An epoch that one number of ranks began and another continues: every sample is used once."""
+"""Elastic resume: every sample of an epoch is used once when another number of ranks continues it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from tests.lightning_ckpt.sharded_runs import Runs
 
-HERE = 64  # samples of an epoch
+HERE = 64  # samples in an epoch
 
 
 def used(results: list[Any], first: int = 0, last: int | None = None) -> collections.Counter[int]:
-    """How often each sample of the first epoch was trained on, by all ranks together."""
+    """Count how often each sample of the first epoch was trained on, over all ranks."""
     rows = [row for result in results for row in result["seen"][first:last] if row[0] == 0]
     return collections.Counter(i for row in rows for i in row[3])
 
@@ -45,7 +45,7 @@ def test_no_sample_is_lost_or_repeated_over_several_changes(
             told = [warning for warning in result["warnings"] if f"resumed by {ranks}" in warning]
             assert len(told) == (1 if number and result is found[0] else 0)
             assert all("every sample that was left" in warning for warning in told)
-    # 64 - 16 - 24 - 8 = 16 are left for the last two ranks: nothing has to be made even
+    # 64 - 16 - 24 - 8 = 16 samples are left for the last two ranks: no padding is needed
     assert total == collections.Counter(range(HERE))
     # the last batches end the epoch where Lightning expects its end
     assert [row[1] for row in found[0]["seen"]] == [6, 7]

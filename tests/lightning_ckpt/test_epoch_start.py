@@ -1,4 +1,4 @@
-"""What hooks of an epoch's start set is there after a resume in its middle, and what was captured is as it was."""
+"""What hooks set at an epoch's start is there after a resume in its middle, and captured state is as it was."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 class Normed(Model):
-    """With batch normalisation, which trains differently in eval mode."""
+    """A model with batch normalisation, which trains differently in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class EvalLater(Normed):
 
 
 class SetsItsModules(Normed):
-    """Whose settings come of what they were, so that they cannot be set anew."""
+    """Derives settings of its modules from their previous values: a hook that runs again cannot restore them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Annealed(Model):
 
 
 class AnnealedByCount(Annealed):
-    """Counts beside an object that no other process has."""
+    """Keeps a count next to an object that exists in this process only."""
 
     def on_train_epoch_start(self) -> None:
         self.steps = 0
@@ -98,7 +98,7 @@ class FreezesAndThaws(Model):
 
 
 class SetsItsOptimizer(Model):
-    """Whose hook sets learning rates that steps change later, and starts the epoch with other weights."""
+    """Sets learning rates at an epoch's start, which later steps change, and starts the epoch with other weights."""
 
     def on_train_epoch_start(self) -> None:
         for group in self.optimizers().param_groups:
@@ -133,7 +133,7 @@ class Tracks(Model):
 
 
 class Runs(Model):
-    """A running window and extremes, and metrics in a plain list; all of them live on between epochs."""
+    """Has a running window, extremes, and metrics in a plain list, none of which is reset between epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class ScalesTheLoss(Callback):
 
 
 class CountsInAnArray(Callback):
-    """Has a number in its state for what is an array in an attribute of the same name."""
+    """Has an array in an attribute, and a number under the same name in its state."""
 
     def __init__(self) -> None:
         self.seen = np.zeros(3)
@@ -221,7 +221,7 @@ class HasBackbone(FineTuned):
 
 
 class AddsGroups(Model):
-    """Trains more from an epoch on; who resumes has an optimizer without that."""
+    """Adds a parameter group in the second epoch, which the new optimizer of a resumed run does not have."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.net.parameters(), lr=0.01)
@@ -303,7 +303,7 @@ def test_an_optimizer_that_follows_its_groups_is_told_of_those_that_a_resume_add
 @pytest.mark.extended_cells("1")
 @pytest.mark.parametrize("batch", [1, 5, BATCHES])
 def test_the_epoch_that_averages_batch_normalisation(batch: int, tmp_path: Path) -> None:
-    # Lightning appends it; its start copies the averaged weights and empties the statistics
+    # Lightning appends this epoch; its start copies the averaged weights and resets the statistics
     momentum: list[float | None] = []
 
     class Told(Normed):

@@ -1,4 +1,4 @@
-"""Scripts that fit several times: what resumes where an earlier fit has nothing left to train."""
+"""Scripts that fit several times: what resumes when an earlier fit has nothing left to train."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_follows_a_finished_fit_has_its_generators(tmp_path: Path) -> None:
 def two_fits(
     directory: Path, seed: int, *, raise_at: int | None = None, second: Any = None, **options: Any
 ) -> tuple[Outcome, list[str]]:
-    """Fit an epoch, and a second one with the same Trainer; what came of it, and warnings about exactness."""
+    """Fit an epoch, and a second one with the same Trainer; return the outcome and the warnings about exactness."""
     pl.seed_everything(seed, verbose=False)
     model, path = Model({"raise_at": raise_at}), options.pop("ckpt_path", None)
     callback = ResumableCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=1, **options)
