@@ -1,8 +1,8 @@
-"""Runs Accelerate on several real processes for a test, and tells what each of them found.
+"""Runs Accelerate on several real processes for a test and collects what each rank reports.
 
-A process that has imported torch and Accelerate forks one per rank for every case; all of them run the same piece of
-code over gloo. A rank says what it found with ``tell(name=value)``; what it raised is told too. Nothing is judged by an
-exit status: gloo now and then aborts a process that has done all its work.
+A process that has imported torch and Accelerate forks one child per rank for every case; all ranks run the same code
+over gloo. The code reports values with ``tell(name=value)``; an exception that it raises is reported, too. Exit
+statuses are not judged: gloo now and then aborts a process that has done all its work.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tests.support.ports import free_port
 from tests.support.script_server import ScriptServer
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Accelerate's command as a script that can be forked; what it launches begins as ever.
+#: Accelerate's command line as a script for a forked process; the ranks that it launches start as usual.
 LAUNCHER = "from accelerate.commands.accelerate_cli import main; main()"
 
 
 @dataclasses.dataclass
 class RankResult:
-    """What one rank came to.
+    """The outcome of one rank.
 
     Attributes:
-        told: Everything it told, by name.
-        error: Class of the exception that ended it, None if it came to its end.
-        message: The exception in words.
-        ended: Whether it came to an end at all.
+        told: Everything that it reported, by name.
+        error: Name of the class of the exception that ended it, or None.
+        message: Text of that exception.
+        ended: Whether its process ended before the timeout.
     """
 
     told: dict[str, Any]
@@ -51,19 +51,19 @@ class RankResult:
 
 
 class Ranks(ScriptServer):
-    """Runs cases, one after the other, on ranks that are forked for each."""
+    """Runs cases one after the other, each on ranks that are forked for it."""
 
     def run(
         self, body: str, world_size: int, *, timeout: float = 280.0, real_exit: bool = False, **names: Any
     ) -> list[RankResult]:
-        """Run ``body`` on ``world_size`` ranks, each a process of its own; return what each came to.
+        """Run ``body`` on ``world_size`` ranks, each a process of its own, and return the outcome of each.
 
         Args:
-            body: Code; it has ``Accelerator``, ``attach``, ``torch``, ``nn``, ``Path``, ``tell`` and ``rank``.
+            body: Code that may use ``Accelerator``, ``attach``, ``torch``, ``nn``, ``Path``, ``tell`` and ``rank``.
             world_size: Number of ranks; with 1 there is no process group.
             timeout: Seconds after which ranks that have not ended are killed.
-            real_exit: Whether the ranks' interpreters end as usual.
-            **names: More names that ``body`` has; plain data.
+            real_exit: Whether the ranks' interpreters exit as usual, instead of by ``os._exit``.
+            **names: More names that ``body`` may use; plain data.
         """
         begin = self.log.seek(0, os.SEEK_END)
         spec = {
@@ -81,7 +81,7 @@ class Ranks(ScriptServer):
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) -> Iterator[Ranks]:
-    """Real ranks, for tests that import this fixture."""
+    """Return the runner of real ranks; tests import this fixture."""
     found = Ranks(fork_servers(ACCELERATE), Path(__file__), tmp_path_factory.mktemp("ranks"))
     yield found
     found.close()
@@ -133,13 +133,13 @@ def _run_rank(spec: dict[str, Any], rank: int, port: int, output: str) -> None:
         result.error, result.message = type(error).__name__, str(error)
         traceback.print_exc()
         if isinstance(error, Exception):
-            sys.last_value = error  # as the interpreter does for what nobody catches
+            sys.last_value = error  # as the interpreter does for an uncaught exception
     result.ended = True
     write()
 
 
 def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
-    if "from transformers" in spec["body"]:  # once for all ranks, and not within the time of a case
+    if "from transformers" in spec["body"]:  # once for all ranks, and before the timeout begins
         import transformers.trainer  # noqa: F401
     port = free_port()
     outputs = [os.path.join(directory, f"{time.monotonic_ns()}-{rank}.json") for rank in range(spec["world_size"])]
@@ -147,13 +147,12 @@ def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
     for rank, output in enumerate(outputs):
         child = os.fork()
         if child == 0:
-            os.dup2(2, 1)  # the answers are not its business
-            faulthandler.enable()  # says where it stands when it is told to abort
+            os.dup2(2, 1)  # the parent writes its answers to stdout; a rank prints to the log
+            faulthandler.enable()  # prints the stacks at SIGABRT
             _run_rank(spec, rank, port, output)
             if spec["real_exit"]:
                 sys.exit(0)
-            # What an interpreter does at its end but for freeing torch's memory, which takes seconds in a forked
-            # process.
+            # What an interpreter does at exit, except freeing torch's memory, which takes seconds in a fork.
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             sys.stderr.flush()
@@ -170,7 +169,7 @@ def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
 
 
 def _left_after(seconds: float, children: set[int]) -> set[int]:
-    """Return which of this process's children have not ended by then."""
+    """Wait at most so many seconds; return which of this process's children have not ended."""
     deadline = time.monotonic() + seconds
     left = set(children)
     while left and time.monotonic() < deadline:
@@ -182,7 +181,7 @@ def _left_after(seconds: float, children: set[int]) -> set[int]:
 
 
 def main() -> None:
-    """Run the cases that are asked for, one a line."""
+    """Run each case read from standard input, one JSON object a line; print its results as JSON."""
     for line in sys.stdin:
         print(json.dumps(_run_case(json.loads(line), os.getcwd())), flush=True)
 

@@ -1,4 +1,4 @@
-"""The same tests on the simulated device and on CUDA: what differs between the two."""
+"""Devices for tests that run both on the simulated device and on CUDA: what differs between the two."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SIMULATED = pytest.param("simulated", marks=pytest.mark.own_process)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 _BUSY_CYCLES = 500_000_000  # some tenths of a second
-_HELD_SECONDS = 0.6  # where nobody waits: longer than it takes to come to the next step
+_HELD_SECONDS = 0.6  # how long late copies are held if no step waits for them: longer than until the next step
 
 
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Let small tensors be copied beside the training, too, and return what says whether any was so far."""
+    """Let small tensors be copied late, too (during the training); return a function: whether any was so far."""
     divide, found = device_copy._divide, [False]
 
     def watch(pieces: Any) -> Any:
@@ -37,15 +37,15 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 
 def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callable[[], bool]:
-    """Let tensors from 64 KiB be copied beside the training, and so late that a step which does not wait comes first.
+    """Let tensors from 64 KiB be copied during the training, so late that a step that does not wait for it runs first.
 
     For the simulated device.
 
     Args:
-        patch: Sets an attribute: for good in a process of its own, else ``monkeypatch.setattr``.
+        patch: Sets an attribute: ``setattr`` in a process of its own, otherwise ``monkeypatch.setattr``.
 
     Returns:
-        What says whether anything was copied late so far.
+        A function that returns whether anything was copied late so far.
     """
     from tests import simulated_device
 
@@ -58,7 +58,7 @@ def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callab
 
     def resume(side_streams: list[torch.Stream]) -> None:
         is_waited_for.wait(_HELD_SECONDS)
-        time.sleep(0.05)  # the step would have changed something by then
+        time.sleep(0.05)  # a step that does not wait would have changed the tensors by then
         for stream in side_streams:
             simulated_device.resume(stream)
 
@@ -85,7 +85,7 @@ def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callab
 
 
 class Accelerator(Protocol):
-    """What tests ask of a device."""
+    """The interface of a device for tests."""
 
     type: str
     module: Any
@@ -94,7 +94,7 @@ class Accelerator(Protocol):
         """Check at the end that nothing was done that a device forbids."""
 
     def busy(self, index: int = 0) -> None:
-        """Let what is queued next on the current stream of a device begin late."""
+        """Delay what is queued next on the current stream of a device."""
 
 
 class CudaAccelerator:
@@ -115,7 +115,7 @@ class CudaAccelerator:
 
 
 class SimulatedAccelerator:
-    """The simulated device, whose streams run only what somebody waits for.
+    """The simulated device, whose streams run work only when it is waited for.
 
     Args:
         unavailable: Ends a test where the device cannot be built.
@@ -142,4 +142,4 @@ class SimulatedAccelerator:
         assert self.module.in_flight() == 0
 
     def busy(self, index: int = 0) -> None:
-        """Nothing: everything begins as late as it can."""
+        """Do nothing: in lazy mode, all work begins as late as possible."""

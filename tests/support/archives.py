@@ -1,4 +1,4 @@
-"""The end of a zip archive, for tests that put one together from records."""
+"""Builds the central directory of a zip archive, for tests that assemble one from records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_end, cen
 
 
 def central_directory(records: Sequence[ZipRecord], offset: int, comment: bytes) -> bytes:
-    """Return the directory of ``records``, to stand at ``offset``, and the comment."""
+    """Return the central directory of ``records``, to be written at ``offset``, with the archive's comment."""
     entries = central_entries(records)
     return entries + central_end(len(records), len(entries), offset, comment)

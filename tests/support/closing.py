@@ -1,4 +1,4 @@
-"""Files and directories that this user may not read."""
+"""Takes permissions from files and directories, for tests of unreadable ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def closed_to_this_user(*paths: Path, mode: int = 0o000) -> Iterator[None]:
-    """Take permissions from paths; root, who needs none, is another user meanwhile."""
+    """Set the mode of paths, and 755 at the end; root, whom modes do not stop, acts as user 65534 meanwhile."""
     for path in paths:
         path.chmod(mode)
     user = os.geteuid()

@@ -1,4 +1,4 @@
-"""Damage that a digest must notice."""
+"""Damages files in a way that a digest must detect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def flip_bit(path: Path, at: int | None = None) -> None:
-    """Flip a bit of the byte ``at`` of a file, from the end if it is negative; by default of the one in the middle."""
+    """Flip a bit of the byte ``at`` of a file (negative: from the end); by default of the byte in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Data sets and a sampler of which what a resume must bring back is known."""
+"""Data sets and a sampler whose state (generators, counters, positions), which a resume must restore, is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES = 32
 
 
 def augment(index: int) -> torch.Tensor:
-    """A sample with noise of all three global generators in it."""
+    """Return a sample with noise from all three global generators (torch, NumPy, ``random``)."""
     base = torch.sin(torch.arange(4.0) + index)
     return base + 0.1 * torch.randn(4) + 0.1 * float(np.random.randn()) + 0.1 * random.gauss(0, 1)
 
@@ -31,7 +31,7 @@ class Samples(Dataset):
 
 
 class GeneratorSamples(Samples):
-    """Augments from a generator of its own."""
+    """A map-style data set that adds noise from a NumPy generator of its own."""
 
     def __init__(self, size: int = SAMPLES) -> None:
         super().__init__(size)
@@ -60,7 +60,7 @@ class StatefulSamples(Samples):
 
 
 class Stream(IterableDataset):
-    """An iterable data set without a state, which divides itself over its workers."""
+    """An iterable data set without a state, which divides its samples among the loader's workers."""
 
     def __init__(self, size: int = SAMPLES) -> None:
         self.size = size

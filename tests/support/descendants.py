@@ -1,4 +1,4 @@
-"""Finds and kills all descendants of a process, also in sessions of their own and without parents."""
+"""Finds and kills all descendants of a process, including orphans and those in sessions of their own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NAME = "CKPT_TEST_DESCENDANTS_OF"
 
 
 def new_mark() -> dict[str, str]:
-    """Return a variable for the environment of a process, which its descendants inherit, also those with marks."""
+    """Return an environment variable that marks a process and its descendants; marks made in those begin with it."""
     return {_NAME: os.environ.get(_NAME, "") + uuid.uuid4().hex}
 
 
 @contextlib.contextmanager
 def none_left() -> Iterator[None]:
-    """End the body at SIGTERM as at Ctrl-C, and SIGKILL what it has started when it ends, however that is."""
+    """End the body at SIGTERM as at Ctrl-C; however it ends, SIGKILL all processes that it started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    resource_tracker.ensure_running()  # before the mark: it tidies up after all others
+    resource_tracker.ensure_running()  # before the mark, so that it is not killed: it cleans up after the others
     mark = new_mark()
     os.environ.update(mark)
     try:
@@ -34,11 +34,11 @@ def none_left() -> Iterator[None]:
 
 
 def members(mark: dict[str, str]) -> dict[int, list[str]]:
-    """Return the processes that were started with a mark, or by those, with their environments."""
+    """Return the environments of the processes started with a mark and of their descendants, by process id."""
     (wanted,) = (f"{name}={value}" for name, value in mark.items())
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's; that of a dead one is empty
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's; a zombie's is empty
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             if any(variable.startswith(wanted) for variable in variables):
                 found[int(entry.name)] = variables

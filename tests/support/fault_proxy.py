@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a real server that lets chosen requests fail as networks and stores do."""
+"""An HTTP proxy in front of a real server that makes chosen requests fail as networks and stores do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAULTS = (
     "cut reply",  # the connection breaks in the middle of the reply
     "hang",  # no reply ever
 )
-#: What something between a client and a store may do: it answers in the store's place.
+#: Faults of a device between client and store that answers in the store's place.
 FOREIGN = ("empty answer", "foreign answer")
 HANG_SECONDS = 30.0
 _NOT_FORWARDED = {"connection", "expect", "keep-alive", "transfer-encoding"}
@@ -36,11 +36,11 @@ _CODES = {500: b"InternalError", 503: b"SlowDown", 429: b"TooManyRequests"}
 
 @dataclasses.dataclass(frozen=True)
 class HttpFault:
-    """What goes wrong, and where.
+    """A fault: what goes wrong, and at which request.
 
     Args:
         kind: One of :data:`FAULTS` or :data:`FOREIGN`.
-        number: Which request, from 1.
+        number: Number of the request that fails, from 1.
         for_good: Whether all requests after it fail, too.
     """
 
@@ -74,7 +74,7 @@ class FaultProxy(ThreadingHTTPServer):
         self._lock = threading.Lock()
 
     def plan(self, fault: HttpFault | None) -> None:
-        """Begin to count anew, and let ``fault`` happen."""
+        """Count requests from 1 again, and let ``fault`` happen (None: no fault)."""
         with self._lock:
             self.requests, self._fault = [], fault
 
@@ -85,7 +85,7 @@ class FaultProxy(ThreadingHTTPServer):
             return self._fault.kind if self._fault is not None and self._fault.meets(len(self.requests)) else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is nothing to talk about."""
+        """Print nothing: clients that hang up are expected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -140,13 +140,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _break(self) -> None:
         self.wfile.flush()
-        # Zero seconds of lingering: closing sends a reset instead of a polite end.
+        # Linger for 0 seconds: closing sends a reset (RST) instead of an orderly end (FIN).
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Fills a disk, for tests of what happens then."""
+"""Fills a filesystem, for tests of what happens when there is no space left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def fill(directory: Path) -> Path:
-    """Leave no room on the filesystem; delete the file that is returned to have it back."""
+    """Fill the filesystem of ``directory``; return the file to delete to free the space again."""
     path = directory / "filler"
     with path.open("wb", buffering=0) as file:
         for size in (2**16, 2**12, 1):

@@ -1,4 +1,4 @@
-"""A fine-tune in small: a frozen base of a few MB, a little that is trained, and a count of what a save writes."""
+"""A small fine-tune (a frozen base of a few MB, a few trained tensors), and counts of what a save writes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckpt_core.storage import FaultyStorage, LocalStorage, Storage
 
 @dataclasses.dataclass
 class FineTune:
-    """A model of which most is frozen.
+    """A model most of which is frozen.
 
     Attributes:
-        frozen: Tensors that :meth:`step` leaves alone: large ones, and as many small ones between them.
-        trained: The others.
+        frozen: Tensors that :meth:`step` does not change: large ones, alternating with as many small ones.
+        trained: The other tensors.
     """
 
     frozen: dict[str, torch.Tensor]
@@ -37,20 +37,20 @@ class FineTune:
 
     @property
     def trained_bytes(self) -> int:
-        """Of the model and its optimizer."""
+        """Bytes of the trained tensors and of their optimizer state."""
         return 2 * sum(tensor.nbytes for tensor in self.trained.values())
 
     def step(self) -> None:
-        """Change what is trained."""
+        """Change the trained tensors."""
         for tensor in self.trained.values():
             tensor.add_(1.0)
 
     def model(self) -> dict[str, torch.Tensor]:
-        """The model's state, frozen and trained tensors mixed."""
+        """Return the model's state, frozen and trained tensors mixed."""
         return dict(sorted({**self.frozen, **self.trained}.items()))
 
     def parts(self, kind: Kind = Kind.SHARDED) -> list[Part]:
-        """The whole state."""
+        """Return the whole state as parts: model, optimizer and generator (RNG)."""
         moments = {name: tensor * 2 for name, tensor in self.trained.items()}
         seed = torch.tensor([float(next(iter(self.trained.values()))[0, 0])])
         return [
@@ -61,7 +61,7 @@ class FineTune:
 
 
 def load_model(path: Path | str, storage: Storage | None = None, options: Any = None) -> dict[str, torch.Tensor]:
-    """The model of a checkpoint, every byte of which verifies."""
+    """Verify every byte of a checkpoint and return its model."""
     with DirectoryCheckpointer(storage=storage, storage_options=options).load(path) as checkpoint:
         checkpoint.verify()
         model = checkpoint.load("model")
@@ -70,20 +70,20 @@ def load_model(path: Path | str, storage: Storage | None = None, options: Any = 
 
 
 def bytes_written(storage: FaultyStorage) -> int:
-    """How many bytes were given to the storage so far."""
+    """Return how many bytes were written to the storage so far."""
     return sum(operation.size for operation in storage.operations if operation.name == "write_at")
 
 
 def copies(storage: FaultyStorage) -> int:
-    """How many files the storage was asked to copy so far."""
+    """Return how many files the storage was asked to copy so far."""
     return sum(operation.name == "copy" for operation in storage.operations)
 
 
 def files_with(path: Path, text: str) -> list[Path]:
-    """The files of a checkpoint with ``text`` in their names."""
+    """Return the files of a checkpoint with ``text`` in their names."""
     return sorted(file for file in path.iterdir() if text in file.name)
 
 
 def counted(inner: Storage | None = None) -> FaultyStorage:
-    """A storage that counts."""
+    """Return a storage that records its operations."""
     return FaultyStorage(inner or LocalStorage())

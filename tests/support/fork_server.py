@@ -1,7 +1,7 @@
-"""Runs scripts in processes that are forked from one that has imported what takes seconds to import.
+"""Runs scripts in processes forked from one that has already imported modules that take seconds to import.
 
-That process does nothing but import, so it has one thread and its children begin as if they had imported it themselves.
-A script whose subject is the beginning or the end of a program wants a fresh interpreter instead.
+That process only imports, so it has one thread, and its children start as if they had imported the modules themselves.
+A test of how a program starts or exits needs a fresh interpreter instead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import IO, Any, NoReturn
 
 from tests.support.forking import get_ready
 
-#: What scripts of the core and of the plugins import.
+#: Modules that scripts of the core and of the plugins import.
 CORE = ("torch._dynamo", "ckpt_core.checkpointer", "ckpt_core.directory", "ckpt_core.listeners", "ckpt_core.catalog")
 LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
 ACCELERATE = ("torch._dynamo", "torchdata.stateful_dataloader", "accelerate", "accelerate_ckpt._attach")
-GRACE_SECONDS = 10.0  # for the other processes when one has failed
+GRACE_SECONDS = 10.0  # after one process has failed, before the others are killed
 RUN_FILE = "import runpy, sys; sys.argv[0] = {0!r}; runpy.run_path({0!r}, run_name='__main__')"
 
 
@@ -39,10 +39,10 @@ class Outcome:
     """How a script ended.
 
     Attributes:
-        status: Its exit status, the first that is not 0 of several processes; negative for the signal that killed it.
-        timed_out: Whether it was killed because its time was over.
-        stdout: What it wrote, one process after the other.
-        stderr: What it wrote there.
+        status: Exit status; of several processes, the first that is not 0; negative: the signal that killed it.
+        timed_out: Whether it was killed at its timeout.
+        stdout: Its standard output; of several processes, one after the other.
+        stderr: Its standard error, likewise.
     """
 
     status: int
@@ -53,12 +53,12 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """A script that answers.
+    """A running script that answers requests.
 
     Attributes:
-        process: Its number, and that of its group.
-        stdin: What it reads.
-        stdout: What it writes.
+        process: Its process id, also the id of its process group.
+        stdin: The pipe to its standard input.
+        stdout: The pipe from its standard output.
     """
 
     process: int
@@ -68,19 +68,19 @@ class Started:
     def end(self) -> None:
         """Kill its process group."""
         os.killpg(self.process, signal.SIGKILL)
-        with contextlib.suppress(BrokenPipeError):  # it had died with something left to read
+        with contextlib.suppress(BrokenPipeError):  # it died before it had read everything
             self.stdin.close()
         self.stdout.close()
 
 
 class ForkServer:
-    """The process to fork from.
+    """A process that has imported some modules, from which scripts are forked.
 
     Args:
-        directory: For what the scripts write.
-        modules: What to import.
-        environment: Of the process.
-        parent: What the process is forked from itself, which has imported some of it.
+        directory: Where the output of the scripts goes.
+        modules: The modules to import.
+        environment: The environment of the process.
+        parent: The server to fork this process from, which has imported some of the modules; None: a new interpreter.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ForkServer:
     def run(
         self, code: str, args: list[str], *, cwd: Path, environments: Sequence[Mapping[str, str]], timeout: float
     ) -> Outcome:
-        """Run code as ``python -c`` would, in a process for each environment; all that they started is killed."""
+        """Run code as ``python -c`` would, in a process for each environment; finally, kill their process groups."""
         self._count += 1
         outputs = [
             [self._directory / f"{self._count}.{rank}.{name}" for rank in range(len(environments))]
@@ -131,15 +131,15 @@ class ForkServer:
         return Outcome(status, timed_out, *("".join(path.read_text() for path in paths) for paths in outputs))
 
     def start(self, script: Path, log: Path, environment: Mapping[str, str], args: Sequence[str] = ()) -> Started:
-        """Begin a script that answers on its standard output to what it reads, in the folder of its log.
+        """Start a script, in the folder of its log, that answers on standard output to what it reads.
 
-        Whoever started it ends it, with its process group.
+        The caller ends it, with its process group (:meth:`Started.end`).
         """
         self._count += 1
         pipes = [self._directory / f"{self._count}.{name}" for name in ("stdin", "stdout")]
         for pipe in pipes:
             os.mkfifo(pipe)
-        # Nobody waits for the other end of a pipe to be opened: a script that is dead by then would never do it.
+        # Both ends of the pipes are held open: opening them must not wait for the script, which may be dead by then.
         held = [os.open(pipe, os.O_RDWR) for pipe in pipes]
         spec = {
             "number": self._count,
@@ -157,7 +157,7 @@ class ForkServer:
     def _ask(self, spec: dict[str, Any]) -> list[Any]:
         print(json.dumps(spec), file=self._server.stdin, flush=True)
         number = 0
-        while number != self._count:  # a test that was interrupted has left its answer
+        while number != self._count:  # skips the answer to a test that was interrupted
             number, *answer = json.loads(self._server.stdout.readline())
         return answer
 
@@ -172,7 +172,7 @@ ForkServers = Callable[[tuple[str, ...]], ForkServer]
 
 
 def _become(args: list[str], cwd: str, environment: dict[str, str], files: list[str | int]) -> dict[str, Any]:
-    """Be another process, whose standard streams are files or descriptors; the names of its ``__main__``."""
+    """Make this process a script's, with files or descriptors as standard streams; return ``vars(__main__)``."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
@@ -201,7 +201,7 @@ def _run(code: str, args: list[str], cwd: str, environment: dict[str, str], outp
     except BaseException as error:  # noqa: BLE001 - what an interpreter does with it
         traceback.print_exc()
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    # What an interpreter does at its end but for freeing torch's memory, which takes seconds in a forked process.
+    # What an interpreter does at exit, except freeing torch's memory, which takes seconds in a forked process.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -230,13 +230,13 @@ def _serve(spec: dict[str, Any]) -> tuple[int, list[int], bool]:
                 continue
             left.discard(child)
             if ended.si_status and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)  # as a launcher does
+                failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)  # as under a launcher
         timed_out = time.monotonic() > deadline
-    for child in children:  # none is reaped yet, so the numbers are still their own
+    for child in children:  # none is reaped yet, so no process id has been reused
         try:
             os.killpg(child, signal.SIGKILL)
         except ProcessLookupError:
-            os.kill(child, signal.SIGKILL)  # it has not come to leading a group
+            os.kill(child, signal.SIGKILL)  # it has not reached setsid() yet
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return spec["number"], statuses, timed_out and not failed
 
@@ -255,8 +255,8 @@ def _start(spec: dict[str, Any]) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Import; then run the scripts that are asked for, one a line."""
-    gc.disable()  # of what is imported nothing is garbage
+    """Import the modules; then run or start scripts, one request (JSON) a line."""
+    gc.disable()  # imports leave next to no garbage
     for module in sys.argv[1:]:
         importlib.import_module(module)
     get_ready()

@@ -1,4 +1,4 @@
-"""Makes a process ready to have others forked from it: what each of them would do again, it has done once."""
+"""Prepares a process for being forked (what each child would repeat, it does once), and forks ranks from it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: Where they are installed, Lightning imports them with the first path that it sees: some thousand modules in a second.
+#: If installed, Lightning imports them when it handles its first path: some thousand modules, which takes a second.
 CLOUDS = ("adlfs", "gcsfs", "s3fs")
 
 
 def get_ready() -> None:
-    """Import what is left to import, and keep all of it out of collections, which would copy its pages."""
+    """Import what is left to import, and exclude it from garbage collections, which would copy its pages in a child."""
     if {"lightning.fabric", "lightning_fabric"} & sys.modules.keys():
         for name in CLOUDS:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-    # At the end of each child torch would take back one by one what it has registered here.
+    # At its exit, each child would call one by one the finalizers that torch has registered here.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
     gc.collect()
@@ -31,7 +31,7 @@ def get_ready() -> None:
 
 
 def serve(answer: Callable[[dict[str, Any]], object]) -> None:
-    """Answer each line of JSON on standard input with one; what else is written there goes to the log."""
+    """Answer each line of JSON on standard input with one on standard output; other output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -39,9 +39,9 @@ def serve(answer: Callable[[dict[str, Any]], object]) -> None:
 
 
 def fork_rank(body: Callable[[], object], environment: Mapping[str, str], log: str, group: int | None = None) -> int:
-    """Run ``body`` in a child; its process number.
+    """Run ``body`` in a forked child, with its output in ``log``; return the child's process id.
 
-    It is in the process group of its parent, or in ``group``: with 0, one of its own.
+    The child is in the process group of its parent, or in ``group`` (0: a new one of its own).
     """
     process = os.fork()
     if process:
@@ -67,7 +67,7 @@ def fork_rank(body: Callable[[], object], environment: Mapping[str, str], log: s
 
 
 def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return what a launcher tells a rank of several on one machine; nothing to one alone."""
+    """Return the environment variables that a launcher sets for a rank on one machine; none if there is only one."""
     if ranks == 1:
         return {}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}

@@ -1,4 +1,4 @@
-"""Calls that might not return."""
+"""Runs calls that might hang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def returns(act: Callable[[], Any], within: float) -> bool:
-    """Whether it returns within so many seconds, on a thread of its own; what it raises is raised."""
+    """Return whether ``act`` returns within so many seconds, on a thread of its own; raise what it raises."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A signal at every moment of a piece of code: real ones, whose handlers the interpreter calls between two opcodes."""
+"""Interrupts code by a signal at every opcode or line: real signals, whose handlers run between two opcodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 def at_every_moment(files: tuple[str, ...], handler: Callable[[], None], *, opcodes: bool = True) -> Iterator[Any]:
     """Yield ``run``, again and again: ``run(act)`` calls ``act`` and has ``handler`` interrupt it, each time later.
 
-    Ends with an ``act`` that is not interrupted any more. A moment is an opcode (or a line) of code in a file whose
-    path ends with one of ``files``.
+    Stops after the first ``act`` that ended before its interruption. A moment is an opcode (or a line) of code in a
+    file whose path ends with one of ``files``.
     """
     before = signal.signal(signal.SIGUSR1, lambda *_: handler())
     try:

@@ -1,4 +1,4 @@
-"""Two jobs at the same time, which warn into files of their own; for scripts (fixture ``fork_script``)."""
+"""Runs two jobs at the same time, each with its own log file; for scripts (fixture ``fork_script``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_SECONDS = 200.0
 
 
 def run_two(work: Callable[[str], None], first_has_saved: Callable[[], bool]) -> None:
-    """Fork job A, which does ``work("A")``, and job B when A has saved; print what each heard of the other."""
+    """Fork job A, which calls ``work("A")``, and job B once A has saved; print what each logs about "another job"."""
     children = {}
     for job in "AB":
         child = os.fork()
@@ -29,7 +29,7 @@ def run_two(work: Callable[[str], None], first_has_saved: Callable[[], bool]) ->
 
 
 def meet(job: str, *, has_saved: bool, is_about_to_end: bool) -> None:
-    """Called after each step of both jobs: A, before it ends, waits until B has begun a save."""
+    """Let job A, before it ends, wait until job B has begun a save; both jobs call this after each step."""
     if job == "B" and has_saved:
         Path("B.saved").touch()
     deadline = time.monotonic() + _MOST_SECONDS

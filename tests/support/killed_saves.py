@@ -1,4 +1,4 @@
-"""A process that dies in the middle of its changes to a directory, for scripts of crash tests."""
+"""Kills a process in the middle of its changes to a directory, for scripts of crash tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ CHANGES = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "replace", "rename",
 
 
 def killed_before(number: int, *, exchanges: bool = True) -> None:
-    """Let this process die before its change number ``number`` to a directory.
+    """Let this process kill itself right before its change number ``number`` (from 0) to a directory.
 
-    Without ``exchanges``, as on a filesystem that cannot exchange two directories.
+    Without ``exchanges``, it works as on a filesystem that cannot exchange two directories.
     """
     left = iter(range(number))
     os_open = os.open

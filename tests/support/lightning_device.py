@@ -1,4 +1,4 @@
-"""Lightning on the simulated device."""
+"""Lightning's accelerator and strategy for the simulated device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import simulated_device
 
 
 class SimulatedAccelerator(Accelerator):
-    """What Lightning asks of a device."""
+    """The simulated device as an accelerator of Lightning."""
 
     def setup_device(self, device: torch.device) -> None:
         simulated_device.set_device(device)

@@ -1,6 +1,6 @@
-"""Runs moto, a simulation of S3, on the port that is given; it answers one request at a time.
+"""Runs moto, a simulation of S3, on a given port, so that it handles one request at a time.
 
-By itself, it answers 500 where one request deletes an object that another one is just listing.
+Unchanged, moto answers 500 if one request deletes an object while another one lists it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 
 class OneAtATime:
-    """A WSGI application that answers no request before it is done with the one before.
+    """A WSGI application that handles requests one after the other.
 
-    A request begins when all of it has arrived: a client that is slow, or stopped, holds up no other.
+    A request is handled once all of it has arrived, so a client that is slow or stopped does not block others.
     """
 
     def __init__(self, answer: Callable[..., Any]) -> None:

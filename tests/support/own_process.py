@@ -1,6 +1,6 @@
-"""Tests marked ``own_process`` run in a process that those of one file share, and are reported as if they ran here.
+"""Runs tests marked ``own_process`` in a child process, one per test file, and reports them as if they ran here.
 
-That is for what stays in a process for good, like a device that torch is given, and for what may end it with SIGSEGV.
+For tests whose effects stay in a process, like registering a device with torch, and those that may end it by SIGSEGV.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OwnProcesses:
         for report in self._child.reports_of(item):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        # An unmarked test before this one has left its module set up for it; pytest has no public way to end that.
+        # An unmarked test before this one left its module's fixtures set up; pytest has no public way to end them.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 
@@ -55,14 +55,14 @@ class _Child:
     def __init__(self, first: pytest.Item) -> None:
         config, self.path = first.config, first.path
         items = [i for i in first.session.items if i.path == self.path and i.get_closest_marker("own_process")]
-        # Those before the first have been given to another worker, or were run before.
+        # Marked tests before the first belong to another worker, or have already run.
         self._folder = tempfile.TemporaryDirectory(prefix="own-process-")
         names = Path(self._folder.name, "names")
         names.write_text("".join(f"{item.nodeid}\n" for item in items[items.index(first) :]), encoding="utf-8")
         self._output = Path(self._folder.name, "output")
         self._arrived: dict[str, list[pytest.TestReport]] = {}
         self._ended: set[str] = set()
-        # A thread of pytest-timeout ends what waits inside of torch for ever; a signal would not.
+        # pytest-timeout's thread also ends a process that hangs inside torch; its signal would not.
         options = ("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout_method=thread", "-o", "timeout=280")
         ini = ("-c", str(config.inipath)) if config.inipath else ()
         reading, writing = os.pipe()
@@ -89,7 +89,7 @@ class _Child:
                 self._ended.add(sent["ended"])
                 continue
             report = item.config.hook.pytest_report_from_serializable(config=item.config, data=sent)
-            if isinstance(report.longrepr, list):  # of a skip: file, line and reason, which JSON makes a list
+            if isinstance(report.longrepr, list):  # a skip's (file, line, reason), which JSON made a list
                 report.longrepr = tuple(report.longrepr)
             self._arrived.setdefault(report.nodeid, []).append(report)
         yield from self._arrived.pop(item.nodeid, [])
@@ -118,7 +118,7 @@ class _Child:
 
 
 class ChildReports:
-    """The plugin in a child: sends the reports to where it was started."""
+    """The plugin in a child: sends the reports to the parent process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -134,7 +134,7 @@ class ChildReports:
         self._send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Say that there is no more of this test."""
+        """Tell the parent that this test has no more reports."""
         self._send({"ended": nodeid})
 
     def _send(self, data: object) -> None:

@@ -1,4 +1,4 @@
-"""Pickles that torch's default reading refuses, and files of torch that hold them."""
+"""Pickles that ``torch.load`` refuses by default (``weights_only=True``), and torch files that contain them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _recursive() -> tuple[Any, ...]:
 _BEGIN = b"\x80\x02"  # protocol 2
 _ONE, _TEXT = b"K\x01", b"X\x01\0\0\0a"
 
-# Nothing writes these: bytes have changed, or are missing.
+# No pickler writes these: bytes have changed, or are missing.
 DAMAGED = {
     "no such operation": _BEGIN + b"}\xff.",
     "SETITEM of a number": _BEGIN + _ONE + _ONE + _ONE + b"s.",
@@ -51,7 +51,7 @@ REFUSED = {
     "protocol 3": pickle.dumps({"a": b"x"}, 3),
     "protocol 5": pickle.dumps({"a": 1}, 5),
 }
-# So are these where the program has allowed the type.
+# These are refused even if the program has allowed the types.
 REFUSED_THOUGH_ALLOWED = {
     "elements of another dictionary": (pickle.dumps(defaultdict(list, {1: [2]}), 2), [defaultdict, list]),
 }

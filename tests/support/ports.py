@@ -1,4 +1,4 @@
-"""Ports for servers and process groups of tests."""
+"""Reserves ports for the servers and process groups of tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Return a port that nobody listens to, and that no outgoing connection is going to take before a server does.
+    """Return a port on which no server listens, and that no outgoing connection will take before a server does.
 
-    It stays this process's: a socket is bound to it, on which nobody listens, so that a server may listen there (all
-    of ours set SO_REUSEADDR), and no other test that asks for a port is given it.
+    It stays reserved for this process: a socket that does not listen is bound to it, so that a server may listen there
+    (all of ours set SO_REUSEADDR), but no other test that asks for a port gets it.
     """
     while True:
         holder = socket.socket()
@@ -21,6 +21,6 @@ def free_port() -> int:
         except OSError:
             holder.close()
             continue
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only now: whoever else holds it has the same
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after bind(), which would share a held port
         _held.append(holder)
         return int(holder.getsockname()[1])

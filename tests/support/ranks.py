@@ -1,4 +1,4 @@
-"""Ranks for tests: processes forked from one that has imported torch, connected by a store and by nothing else.
+"""Ranks for tests: processes forked from one that has imported torch, connected only by a store.
 
 For scripts (fixture ``fork_script``), not for tests themselves: pytest's process has threads and must not be forked.
 """
@@ -19,13 +19,13 @@ from ckpt_core._commit.tcp_store import TimedStore
 
 
 class Ranks:
-    """Forked processes, each of which does ``work(rank, group)`` and sends back what that returns, as JSON.
+    """Forked processes, each of which calls ``work(rank, group)`` and sends back the result as JSON.
 
-    What it raises is sent back as ``{"raised": class, "message": text}``.
+    An exception is sent back as ``{"raised": class, "message": text}``.
 
     Args:
-        world_size: How many.
-        work: Done in each.
+        world_size: Number of processes.
+        work: Called in each.
     """
 
     def __init__(self, world_size: int, work: Callable[[int, RankGroup], Any]) -> None:
@@ -69,7 +69,7 @@ class Ranks:
         os._exit(0)
 
     def wait_until_stopped(self, rank: int) -> None:
-        """Return when the rank has stopped itself with SIGSTOP."""
+        """Wait until the rank has stopped itself with SIGSTOP."""
         _, status = os.waitpid(self.pids[rank], os.WUNTRACED)
         assert os.WIFSTOPPED(status), status
 
@@ -89,7 +89,7 @@ class Ranks:
 
 
 def seconds_of(action: Callable[[], Any]) -> dict[str, Any]:
-    """Do it; return the error as ``{"raised": class, "message": text}``, if any, and the seconds that it took."""
+    """Call ``action``; return ``{"raised": class of its error or None, "message": text, "seconds": duration}``."""
     began = time.monotonic()
     result: dict[str, Any] = {"raised": None, "message": ""}
     try:
@@ -100,9 +100,9 @@ def seconds_of(action: Callable[[], Any]) -> dict[str, Any]:
 
 
 def answer_patiently() -> None:
-    """Let the store take its time for each answer, however short a save is: on a busy machine, no thread asks at once.
+    """Wait up to 200 s for each of the store's answers, even if a save allows less: on a busy machine, they are late.
 
-    The save of this process would fail for that reason, and not for the one that a test looks for.
+    Otherwise the save of this process would fail for that reason, and not for the one that the test is about.
     """
     init = TimedStore.__init__
 

@@ -1,4 +1,4 @@
-"""Who allocates the memory for copies of states."""
+"""Records which threads allocate the staging buffers, the memory for copies of states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_core.buffers import StagingBuffer
 
 
 def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the threads that allocate from now on; small states count as large ones."""
+    """Return a list that collects the names of threads that allocate from now on; small states count as large ones."""
     names: list[str] = []
 
     class Noted(StagingBuffer):
@@ -27,7 +27,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def wait_until_reserved() -> None:
-    """Return when nothing is being reserved."""
+    """Wait until no thread is reserving memory."""
     for thread in threading.enumerate():
         if thread.name == "ckpt-reserve":
             thread.join()

@@ -1,4 +1,4 @@
-"""Runs a script in one process, which answers each line on its standard input with a line of JSON."""
+"""Runs a script in a process that answers each line of JSON on its standard input with another."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ScriptServer:
     """The process of a script.
 
     Args:
-        server: What it is forked from, which has imported what takes long.
-        script: What it runs; this folder's repository is on its path.
-        directory: Where it works, with its standard error in ``log``.
+        server: The server to fork it from, which has imported the modules that take long.
+        script: The script that it runs, with this repository on its path.
+        directory: Its working directory, with its standard error in ``log``.
     """
 
     def __init__(self, server: ForkServer, script: Path, directory: Path) -> None:
@@ -29,11 +29,11 @@ class ScriptServer:
         self._script = server.start(script, directory / "log", environment)
 
     def ask(self, spec: dict[str, Any]) -> Any:
-        """Return the script's answer."""
+        """Send a request to the script and return its answer."""
         print(json.dumps(spec), file=self._script.stdin, flush=True)
         return json.loads(self._script.stdout.readline())
 
     def close(self) -> None:
-        """End it, with all that it started."""
+        """End the script, with its process group."""
         self._script.end()
         self.log.close()

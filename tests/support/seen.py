@@ -1,4 +1,4 @@
-"""What the objects of a test have seen, kept where no resume looks for state that it has lost."""
+"""Lists of what a test's objects have seen, kept where a resume does not search for state that it did not restore."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _kept.lists = weakref.WeakKeyDictionary()
 
 
 def seen_by(owner: object) -> list[Any]:
-    """Return the list of one object, which is no attribute of it."""
+    """Return the list kept for one object, which is not an attribute of that object."""
     found: list[Any] = _kept.lists.setdefault(owner, [])
     return found

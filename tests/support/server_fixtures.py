@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-# gcsfs would probe the kind of a bucket by gRPC and TLS, which the emulator does not speak; read when it is imported.
+# gcsfs, which reads this when imported, would probe a bucket's kind by gRPC and TLS, which the emulator does not speak.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # Without credentials, clients would wait for the metadata service of a cloud that is not there.
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
@@ -21,14 +21,14 @@ from tests.support.shared_servers import ServerPool
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """All servers, started when they are first asked for; the workers of a run share them."""
+    """Return the pool of servers, each started when it is first asked for; pytest-xdist's workers share them."""
     base = tmp_path_factory.getbasetemp()
     pool = ServerPool((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers")
     with pytest.MonkeyPatch.context() as patch:
         with contextlib.suppress(ImportError):
             from botocore.loaders import JSONFileLoader
 
-            # Each session would parse megabytes anew, which takes longer than most tests.
+            # Each of botocore's sessions would parse megabytes again, which takes longer than most tests.
             patch.setattr(JSONFileLoader, "load_file", staticmethod(functools.cache(JSONFileLoader().load_file)))
         yield pool
     pool.close()

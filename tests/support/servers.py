@@ -1,6 +1,6 @@
-"""Real servers of object stores for tests: started on loopback and free ports, and stopped.
+"""Starts real servers of object stores for tests, on free ports of loopback, and stops them.
 
-Each ``start_...`` is a context manager. What is missing on the machine is told by :class:`MissingServerError`.
+Each ``start_...`` is a context manager, which raises :class:`MissingServerError` if the server is not installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CEPH_ATTEMPTS = 3
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "a-secret-that-nobody-may-read"
-# Where .ci/install_servers puts what comes from npm; beside the virtual environment unless said otherwise.
+# Where .ci/install_servers puts npm's packages; by default in the virtual environment.
 AZURITE_HOME = Path(os.environ.get("CKPT_AZURITE", Path(sys.prefix) / "azurite"))
 
 
@@ -46,7 +46,7 @@ class Server:
     Attributes:
         kind: Its name.
         endpoint: ``http://127.0.0.1:<port>``.
-        protocol: Of the URLs of its objects.
+        protocol: Protocol of the URLs of its objects.
         options: ``storage_options`` to reach it.
         home: Where it keeps files and logs.
     """
@@ -58,11 +58,11 @@ class Server:
     home: Path
 
     def through(self, endpoint: str) -> Server:
-        """Return the same server as it is reached through a proxy at ``endpoint``."""
+        """Return the same server, reached through a proxy at ``endpoint``."""
         return dataclasses.replace(self, endpoint=endpoint, options={**self.options, "endpoint_url": endpoint})
 
     def new_bucket(self) -> str:
-        """Make a bucket of its own for a test; return its URL."""
+        """Create a new bucket for a test; return its URL."""
         name = f"b{uuid.uuid4().hex[:20]}"
         if self.protocol == "s3":
             import s3fs
@@ -80,7 +80,7 @@ class Server:
 
 
 def s3_options(endpoint: str) -> dict[str, Any]:
-    """Return the ``storage_options`` of an S3 server of ours."""
+    """Return the ``storage_options`` for one of our S3 servers."""
     return {"endpoint_url": endpoint, "key": ACCESS_KEY, "secret": SECRET_KEY}
 
 
@@ -102,7 +102,7 @@ def _answers(endpoint: str) -> bool:
     try:
         urllib.request.urlopen(endpoint, timeout=5, context=anybody).close()
     except urllib.error.HTTPError:
-        return True  # it says what it thinks of the request
+        return True  # an error is an answer, too
     except OSError:
         return False
     return True
@@ -157,7 +157,7 @@ def start_moto(home: Path) -> Iterator[Server]:
 def start_rclone(home: Path, certificate: Path | None = None) -> Iterator[Server]:
     """Start ``rclone serve s3``: a real server over a directory, which silently ignores preconditions.
 
-    With ``certificate``, a file that holds its key too, it speaks TLS.
+    With ``certificate``, a file that also contains the key, the server speaks TLS.
     """
     program = shutil.which("rclone") or str(Path(sys.executable).with_name("rclone"))
     if not Path(program).exists():

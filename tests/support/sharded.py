@@ -1,4 +1,4 @@
-"""Directory checkpoints without an engine: whole tensors or boxes of them go straight into files and back."""
+"""Writes and reads directory checkpoints without an engine: whole tensors, or boxes of them, go straight into files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt_core.geometry import Box
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.base import MANIFEST_NAME
 
-Cuts = Mapping[str, Sequence[Sequence[Box]]]  # of a tensor: the boxes that each rank writes
+Cuts = Mapping[str, Sequence[Sequence[Box]]]  # by tensor: the boxes that each rank writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Local:
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The elements of a box, as a view."""
+    """Return the elements of a box, as a view."""
     return tensor[tuple(slice(begin, end) for begin, end in zip(box.offset, box.end, strict=True))]
 
 
 def rows(shape: Sequence[int], world_size: int) -> list[list[Box]]:
-    """Boxes for each rank: equal shares of the rows; a scalar is rank 0's."""
+    """Return the boxes of each rank: equal shares of the rows; a scalar goes to rank 0."""
     whole = Box.whole(shape)
     if not shape:
         return [[whole]] + [[] for _ in range(world_size - 1)]
@@ -60,7 +60,7 @@ def part_of(
     cuts: Cuts | None = None,
     spread: bool = False,
 ) -> PartContent:
-    """A part as the engine would make it. ``spread``: by rows, or as ``cuts`` says."""
+    """Return a part as the engine would make it; with ``spread``, cut by rows, or as ``cuts`` says."""
     skeleton, named = encode_plain(tree, key=name)
     tensors = dict(named)
     pieces: dict[str, list[Piece]] = {}
@@ -85,7 +85,7 @@ def save_ranks(
     staged: bool = True,
     extra_files: Sequence[ExtraFile] = (),
 ) -> Reports:
-    """Write all files but the manifest."""
+    """Write all files except the manifest; return the reports of the ranks."""
     path.mkdir(parents=True, exist_ok=True)
     storage, scratch = LocalStorage(), ScratchBuffers()
     reports = []
@@ -112,7 +112,7 @@ def save_directory(
     metadata: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Path:
-    """Save for each rank a state ``{part: (kind, tree)}``; with ``spread``, all but per-rank parts are cut."""
+    """Save a state ``{part: (kind, tree)}`` for each rank; with ``spread``, cut all parts except per-rank ones."""
     world_size = len(states)
     parts = [
         [
@@ -139,7 +139,7 @@ def open_directory(path: Path) -> DirectoryReader:
 
 
 def rewrite(path: Path, old: bytes, new: bytes) -> None:
-    """Change a manifest as somebody would who knows the format."""
+    """Replace ``old`` in a manifest and correct its checksum, as someone who knows the format would."""
     manifest = path / MANIFEST_NAME
     body, _, _ = manifest.read_bytes().rpartition(b'"check"')
     assert old in body

@@ -1,7 +1,7 @@
 """One server of each kind for all processes of a test run, started by the first that asks and stopped after the last.
 
-Each server has a keeper: a process of its own that starts it, writes down how to reach it, and waits for the lock that
-everyone who uses the server shares. The kernel gives a user's lock up, however that user ends.
+Each server has a keeper: a process that starts it, writes down how to reach it, and waits for the exclusive lock of a
+file that all processes using the server have locked as shared. The kernel unlocks it for them, however they end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ServerPool:
     """The servers that a process uses, until :meth:`close`.
 
     Args:
-        directory: Of the run; the same for all processes that share servers.
+        directory: Directory of the test run; the same for all processes that share servers.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,7 +37,7 @@ class ServerPool:
         self._keepers: list[subprocess.Popen[bytes]] = []
 
     def __getitem__(self, kind: str) -> Server:
-        """Return the server of a kind, which may have to start.
+        """Return the server of a kind, starting it if no process has done so.
 
         Raises:
             MissingServerError: It is not installed.
@@ -54,7 +54,7 @@ class ServerPool:
         return self._servers[kind]
 
     def close(self) -> None:
-        """Leave all of them; those that nobody else uses are stopped."""
+        """Release all servers; those that no other process uses are stopped."""
         self._servers.clear()
         self._stack.close()
 
@@ -79,7 +79,7 @@ def _server_in(home: Path) -> Server:
 
 
 def _start_keeper(kind: str, home: Path) -> subprocess.Popen[bytes]:
-    """Return the keeper when it has written its answer."""
+    """Start a keeper and return it once it has written its answer."""
     with (home / "keeper.log").open("ab") as log:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "tests.support.shared_servers", kind, str(home)],
@@ -91,7 +91,7 @@ def _start_keeper(kind: str, home: Path) -> subprocess.Popen[bytes]:
         )
     assert keeper.stdout is not None
     with keeper.stdout:
-        keeper.stdout.read()  # it is closed when there is an answer, or when the keeper has died
+        keeper.stdout.read()  # returns when the keeper has answered (it closes stdout), or has died
     if not (home / "answer.json").exists():
         raise RuntimeError(f"the keeper of {kind} died:\n{(home / 'keeper.log').read_text()}")
     return keeper
@@ -110,7 +110,7 @@ def _keep(kind: str, home: Path) -> None:
             missing = str(error)
         except (OSError, RuntimeError, subprocess.SubprocessError):
             failure = traceback.format_exc()
-        stack.callback((home / "answer.json").unlink)  # while the users' lock is held: who comes now starts another
+        stack.callback((home / "answer.json").unlink)  # before the lock is released: the next process starts another
         answer = {"server": server and dataclasses.asdict(server), "missing": missing, "failure": failure}
         (home / "new.json").write_text(json.dumps(answer, default=str))
         os.replace(home / "new.json", home / "answer.json")

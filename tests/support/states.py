@@ -1,4 +1,4 @@
-"""Nested states for tests, and what it means that two of them are equal."""
+"""Nested states for tests, and their comparison bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (
 
 
 def tensor_of(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """A tensor whose bytes are random (0 and 1 for bool)."""
+    """Return a tensor whose bytes are random (0 and 1 for bool)."""
     count = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
@@ -27,7 +27,7 @@ def tensor_of(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements as bytes, in the order of the indices; so NaN equals NaN, and -0.0 differs from 0.0."""
+    """Return the elements as bytes, in the order of the indices; so NaN equals NaN, and -0.0 differs from 0.0."""
     dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     dense.copy_(tensor.detach())
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -66,7 +66,7 @@ def _tensors() -> st.SearchStrategy[torch.Tensor]:
 
 
 def states() -> st.SearchStrategy[Any]:
-    """Dictionaries nested at random, with tensors and everything else that loads with ``weights_only=True``."""
+    """Generate nested dictionaries of tensors and everything else that loads with ``weights_only=True``."""
     keys = st.text(max_size=5) | st.integers(-5, 5)
     plain = (
         st.none()

@@ -1,4 +1,4 @@
-"""Storages for tests, and a look behind them."""
+"""Opens, reads and writes storages for tests, and lists S3's unfinished uploads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def storage_at(place: Place) -> Storage:
 
 
 def unfinished_uploads(root: str, storage: Storage) -> list[str]:
-    """The keys of uploads that S3 knows of; none elsewhere."""
+    """Return the keys of S3's unfinished multipart uploads; an empty list for other storages."""
     if not root.startswith("s3://"):
         return []
     filesystem = storage._filesystem  # type: ignore[attr-defined]
@@ -26,7 +26,7 @@ def unfinished_uploads(root: str, storage: Storage) -> list[str]:
 
 
 def write(storage: Storage, path: str, content: bytes) -> FileWriter:
-    """Make a file; return what wrote it."""
+    """Write a file; return its writer."""
     writer = storage.create(path, len(content))
     try:
         writer.write_at(0, memoryview(content))
