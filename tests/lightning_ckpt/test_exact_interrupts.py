@@ -1,4 +1,4 @@
-"""Interrupted batches, signals, causes of inexactness, and several callbacks."""
+"""Exact resume after interrupted batches and signals, causes of inexactness, and several callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCHES = 8
 
 
 def fit(directory: Path, options: dict[str, Any], callbacks: list[Any], seed: int = 1, **kwargs: Any) -> Any:
-    """Train; the model, the Trainer, and the warnings about exactness."""
+    """Train; return the model, the Trainer, and the warnings about exactness."""
     path = kwargs.pop("ckpt_path", None)
     pl.seed_everything(seed, verbose=False)
     model = kwargs.pop("kind", Model)(options)
@@ -43,7 +43,7 @@ def fit(directory: Path, options: dict[str, Any], callbacks: list[Any], seed: in
 
 
 def tail(expected: Outcome, found: Outcome) -> bool:
-    """Whether a run is the end of another one."""
+    """Return whether the run ``found`` equals the end of the run ``expected``."""
     return (
         found.seen == expected.seen[-len(found.seen) :]
         and found.rows == expected.rows[-len(found.rows) :]
@@ -89,7 +89,7 @@ def test_interrupted_batch_is_trained_again(kind: str, options: dict[str, Any], 
 
 
 def test_interrupted_batch_inside_an_open_window(tmp_path: Path) -> None:
-    # raised in the forward pass: the gradients of the window are still those of the batches before
+    # raised in the forward pass: the window's gradients are still those of the previous batches
     model, trainer, _ = fit(tmp_path, {}, [], accumulate_grad_batches=3)
     expected = outcome(trainer, model)
     fit(tmp_path, {"raise_at": BATCHES + 2}, [saver("ours", tmp_path)], accumulate_grad_batches=3)
@@ -99,7 +99,7 @@ def test_interrupted_batch_inside_an_open_window(tmp_path: Path) -> None:
 
 
 class CollectsAtOnce(Model):
-    """Fills a list before the batch can be interrupted."""
+    """Appends to a list in each batch, before the batch is interrupted."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
@@ -191,7 +191,7 @@ def test_a_run_that_was_over_has_its_metrics_again(hook: str, tmp_path: Path) ->
 
 
 class WithoutAverage(Model):
-    """The model after somebody has taken a metric out of it."""
+    """The model without one of its metrics, as after a change of the user's code."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
@@ -217,7 +217,7 @@ def test_a_metric_that_the_model_no_longer_has_is_left_out(count: int, tmp_path:
 
 @pytest.mark.parametrize(("hook", "count"), [("on_after_backward", 4), ("on_before_optimizer_step", 2)])
 def test_manual_optimization_interrupted_after_a_backward_pass(hook: str, count: int, tmp_path: Path) -> None:
-    # one optimizer steps every third batch: nobody else knows whether its gradients have those of this batch already
+    # one optimizer steps every third batch: only it knows whether its gradients already include this batch's
     fit(tmp_path, {"manual": True}, [RaiseIn(hook, count), saver("ours", tmp_path)])
     _, _, warned = fit(tmp_path, {"manual": True}, [], 77, ckpt_path=tmp_path / "saved.ckpt")
     assert len(warned) == 1 and "after its backward pass began" in warned[0]
@@ -243,7 +243,7 @@ def test_interrupted_after_an_optimizer_step(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_interrupted_after_an_optimizer_step_behind_a_sanity_check_of_shards(job: Job, tmp_path: Path) -> None:
-    # which leaves whole parameters in the model, and optimizers step on others
+    # the sanity check leaves whole parameters in the model, while optimizers step on others
     needs_save_on_exception()
     spec = {"shards": 2, "io": "ShardedCheckpointIO", "options": {"manual": True, "val": True}}
     spec |= {"settings": {"save_on_exception": True, "filename": "saved"}, "trainer": {"num_sanity_val_steps": 1}}

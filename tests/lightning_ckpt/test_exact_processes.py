@@ -1,4 +1,4 @@
-"""The same in fresh processes: one is killed right after its save is on disk, another goes on under another seed."""
+"""Exact resume in fresh processes: one is killed right after its save is on disk, another resumes with another seed."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ CASES = {
         "on_train_epoch_end", 2, {"loader": "stateful_distributed", "workers": 2}, DDP
     ),
 }
-# each rank keeps its own statistics until DDP exchanges gradients again
+# each rank has its own statistics until DDP exchanges gradients again
 CASES["two ranks, statistics, accumulation"] = Case(
     "on_train_batch_end", 6, {"statistics": True}, {**DDP, "accumulate_grad_batches": 4}
 )
 THREE = {"devices": 3, "strategy": "ddp", "accumulate_grad_batches": 2}
 CASES["three ranks"] = Case("on_train_batch_end", 3, {"wide": True}, THREE)
-# with each of our own ways to store where one process and where several save
+# our own plugins, too, with one process and with several
 RUNS = [
     *((name, "stock") for name in CASES),
     *(
-        # of ours, one in CI is enough
+        # one of our plugins is enough in CI
         pytest.param(name, f"lightning_ckpt.io:{io}CheckpointIO", marks=[pytest.mark.slow] if io == "Sync" else [])
         for name in ("plain", "two ranks, workers, accumulation")
         for io in ("Sync", "Async")
@@ -79,7 +79,7 @@ class Zygote(ScriptServer):
     """A clean process that forks the training processes."""
 
     def run(self, directory: Path, name: str, case: Case, **spec: Any) -> tuple[list[int], list[Any]]:
-        """Train; the exit status of each rank, and what it wrote."""
+        """Train; return the exit status of each rank and what it wrote."""
         port = free_port()
         whole = {
             "options": case.options,
@@ -113,7 +113,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory, fork_servers: ForkServers) 
 
 @pytest.fixture(scope="module")
 def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """What the ranks of a case come to that nobody kills; it is the same whatever writes the checkpoints."""
+    """Return a function that runs a case without a kill; its results do not depend on the plugin that saves."""
 
     @functools.cache
     def run(name: str) -> list[Any]:
@@ -162,7 +162,7 @@ def test_killed_run_goes_on(
 def test_a_rank_of_ddp_saves_its_buffers_only_where_they_may_be_others(
     gradients: Any, takes: bool, automatic: bool, is_saved: bool
 ) -> None:
-    # torch says after a validation, too, that the next pass does not take over those of rank 0
+    # also after a validation, torch says that the next pass does not take over rank 0's buffers
     model = SimpleNamespace(broadcast_buffers=True, require_forward_param_sync=takes)
     module = torch.nn.BatchNorm1d(2)
     module.automatic_optimization = automatic

@@ -33,7 +33,7 @@ BATCHES = 8
 
 
 def averaging() -> list[Any]:
-    """Lightning's own averaging of weights, which its releases before 2.6 do not have."""
+    """Return Lightning's own callback that averages weights; skip the test before Lightning 2.6."""
     callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     return [callbacks.EMAWeightAveraging(decay=0.5)]
 
@@ -51,12 +51,11 @@ class Case:
 
     Attributes:
         hook: The hook in which the checkpoint is saved.
-        count: At which call of it.
+        count: Number of the call of that hook.
         options: Options of the model.
         trainer: Arguments of the Trainer.
         callbacks: Makes further callbacks, for both runs.
-        inexact: A part of the warning, where exactness cannot be had; then only the warning is compared.
-        warns: A part of the warning of a resume that happens to be exact.
+        warns: A part of the warning that is expected, although the resume happens to be exact.
     """
 
     hook: str
@@ -68,7 +67,7 @@ class Case:
 
 
 def train(case: Case, directory: Path) -> tuple[Path, Outcome]:
-    """Train to the end, saving on the way; what the run did after the save."""
+    """Train to the end, saving on the way; return the checkpoint and what the run did after it."""
     pl.seed_everything(1, verbose=False)
     model = Model(case.options)
     save = SaveAt(case.hook, case.count, directory / "saved.ckpt")
@@ -82,7 +81,7 @@ def train(case: Case, directory: Path) -> tuple[Path, Outcome]:
 
 
 def resume(case: Case, path: Path, directory: Path) -> tuple[Outcome, list[str]]:
-    """Go on in new objects, after another seed; also the warnings about the resume."""
+    """Resume in new objects, under another seed; return the outcome and the warnings about exactness."""
     pl.seed_everything(77, verbose=False)
     torch.randn(3)
     model = Model(case.options)
@@ -214,7 +213,7 @@ def test_a_save_before_the_first_batch_of_a_resumed_run_leaves_its_place(workers
 
 
 class AtZeroBetweenPasses(DataLoader[Any]):
-    """Has a state of its own, which is 0 when a pass is over."""
+    """A loader with a state of its own, which is 0 when a pass is over."""
 
     position = 0
 
@@ -244,7 +243,7 @@ def test_batches_that_a_hook_skips_are_not_missed(tmp_path: Path) -> None:
 
 
 class AtItsState(AtZeroBetweenPasses):
-    """A loader that loses its place: each pass begins where its state was; with a batch of nothing, if asked for."""
+    """A loader that begins each pass where the loaded state was; batch ``nothing_at`` is None."""
 
     begin = 0
     nothing_at: int | None = None
@@ -291,7 +290,7 @@ def test_a_loader_whose_own_state_begins_anew_with_each_pass(at: tuple[str, int]
 
 class TakesTheIterator(Model):
     def log(self, *args: Any, **options: Any) -> None:
-        super().log(*args, **{"batch_size": 4, **options})  # which Lightning cannot know here
+        super().log(*args, **{"batch_size": 4, **options})  # Lightning cannot know it here
 
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, batch_idx, _ = next(dataloader_iter)
@@ -461,7 +460,7 @@ def test_a_learning_rate_that_is_a_number_of_numpy(tmp_path: Path) -> None:
 
 
 class LoadsByEpoch(Model):
-    """Makes its loaders for the epoch in which they are made."""
+    """Makes loaders whose length depends on the epoch in which they are made."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(4 * (6 + self.current_epoch)), batch_size=4, shuffle=True)
@@ -471,7 +470,7 @@ class LoadsByEpoch(Model):
 
 
 class LoadsByStep(Model):
-    """Makes its loaders for the step before which they are made."""
+    """Makes loaders whose samples depend on the step before which they are made."""
 
     def _from_here(self, size: int) -> Any:
         return Subset(Samples(64), range(self.trainer.global_step, self.trainer.global_step + size))
@@ -506,7 +505,7 @@ def test_loaders_are_those_of_the_epoch_and_step_in_which_they_were_made(
 
 
 class Rest:
-    """Batches of 24 samples; its length is that of what is left of them."""
+    """Batches from 24 samples; its length is the number of batches that are left of them."""
 
     taken = 0
 
@@ -530,7 +529,7 @@ def test_an_epoch_is_as_long_as_when_it_began(tmp_path: Path) -> None:
 
 
 class LoadsByChance(Model):
-    """Makes its loaders of samples that it draws: from a generator of its own, or from the global one."""
+    """Makes its loaders from samples that it draws with its own generator, or with the global one."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -571,7 +570,7 @@ def test_loaders_are_made_by_the_numbers_by_which_they_were_made(
 
 
 class MakesThemAnew(Callback):
-    """Has the loaders made once more when the training starts."""
+    """Makes the loaders once more when the training starts."""
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         trainer.fit_loop._combined_loader = None
@@ -605,7 +604,7 @@ def test_loaders_that_are_made_more_than_once_are_the_last_ones(
 
 
 class MakesBuffers(Model):
-    """Makes buffers when it trains; what a checkpoint has of them is of no use to a new object."""
+    """Registers buffers when it trains, so a new object cannot load them from a checkpoint's state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -631,7 +630,7 @@ def test_buffers_that_training_makes_are_put_back(at: tuple[str, int], tmp_path:
 
 
 class SavesOtherWeights(Model):
-    """Puts an average of its weights in their place in each checkpoint; ``is_kept``: and gets the weights back."""
+    """Saves halved weights instead of its own; with ``is_kept``, saves its own too, and loads those."""
 
     def __init__(self, is_kept: bool = False) -> None:
         super().__init__()
@@ -680,7 +679,7 @@ def test_weights_that_a_hook_gives_back_are_exact(training: Training, tmp_path: 
 
 
 class ActsLate(Model):
-    """Its own hooks, which come after those of all callbacks, log values, draw random numbers and change weights."""
+    """Logs, draws and changes weights in its own hooks, which run after those of all callbacks."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("late", outputs["loss"] + torch.rand(()), on_step=True, on_epoch=True)

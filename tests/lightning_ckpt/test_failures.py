@@ -1,4 +1,4 @@
-"""A save fails while training goes on: what the user sees, what is left on the disk, and what is freed."""
+"""A save fails while training continues: what the user sees, what is left on the disk, and what is freed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds every write back until it is set."""
+    """Return an event; all writes wait until it is set."""
     monkeypatch.setattr(GatedStorage, "opened", threading.Event())
     monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: GatedStorage())
     yield GatedStorage.opened
@@ -63,7 +63,7 @@ def assert_tells_of_full_disk(error: StorageError, path: Path) -> None:
     assert str(path) in str(error)
     found = re.search(r"(\d+) bytes needed, (\d+) free", str(error))
     assert found is not None
-    assert 4 * NUMBERS < int(found[1]) < 9 * NUMBERS  # with open gradients twice the weights
+    assert 4 * NUMBERS < int(found[1]) < 9 * NUMBERS  # with gradients of an open window, twice the weights
     assert int(found[2]) == 0
     assert error.remedy is not None
     assert "free some space" in error.remedy

@@ -1,4 +1,4 @@
-"""What ranks give each other is what they have, with its tensors in host memory."""
+"""Gathered state keeps its types, and its tensors are in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ResumableCheckpoint(interval=...)``: when it saves, the same on all ranks, and what a resume knows of failures."""
+"""``ResumableCheckpoint(interval=...)``: saves at the same steps on all ranks, and a resume remembers failures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ranks_save_at_the_same_steps_and_the_end_resumes_exactly(fork_script: A
         return [json.loads((tmp_path / f"{folder}.{rank}").read_text()) for rank in range(2)]
 
     whole = train("whole", 28)
-    assert [found[0] for found in whole] == [[10, 20, 28]] * 2  # to be measured, and the end
+    assert [found[0] for found in whole] == [[10, 20, 28]] * 2  # two saves to measure, and one at the end
     assert [found[0] for found in train("run", 15)] == [[10, 15]] * 2
     resumed = train("run", 28)
     assert [(saves, step) for saves, step, _ in resumed] == [([25, 28], 15)] * 2

@@ -1,4 +1,4 @@
-"""The two plugins in the hands of the Trainers and of Fabric."""
+"""The synchronous and the asynchronous plugin in the Trainers and in Fabric."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def trainer_of(pl: Any, plugin: Any, folder: Path, **options: Any) -> Any:
 
 @pytest.fixture
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small states are waited for; here all are written in the background."""
+    """Write all states in the background; by default, saves wait for small ones."""
     monkeypatch.setattr(small_states, "SMALL_STATE_BYTES", -1)
 
 
@@ -84,7 +84,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, everything_is_large: None) -> Iterator[Gate]:
-    """Holds every write back until it is opened."""
+    """Return a gate; all writes wait until it is opened."""
     gate = Gate()
 
     class GatedStorage(LocalStorage):

@@ -1,4 +1,4 @@
-"""When the asynchronous plugin waits, and what survives a copy of it: what Lightning's own tests expect of a plugin."""
+"""When the asynchronous plugin waits, and what a copy of it keeps: what Lightning's own tests expect of a plugin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 200.0
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds every write back until it is set."""
+    """Return an event; all writes wait until it is set."""
     opened = threading.Event()
 
     class GatedStorage(LocalStorage):
@@ -40,7 +40,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def trainer_state(*, ready: int, completed: int, numbers: int) -> dict[str, Any]:
-    """What matters here of a Trainer's checkpoint."""
+    """Return the parts of a Trainer's checkpoint that matter here."""
     epochs = {"ready": ready, "completed": completed}
     return {"loops": {"fit_loop": {"epoch_progress": {"current": epochs}}}, "weight": torch.zeros(numbers)}
 

@@ -1,4 +1,4 @@
-"""When a rank dies, the others save what all of them held: at most one step is lost, and the bits are the same."""
+"""Just-in-time saves: when a rank dies, the others save; at most one step is lost, and the resume is exact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOOKS_OF_EPOCH = "training stopped in the hooks on_train_epoch_end"
 
 
 def check_resumes(job: Job, directory: Path, at: int, **spec: Any) -> list[dict[str, Any]]:
-    """Train with a loss in step ``at``, resume, compare with a training without one; return what the resume found."""
+    """Lose ranks in step ``at``, resume, and compare with an undisturbed run; return the results of the resume."""
     spec = {"settings": SETTINGS, "own_generators": True, **spec}
     (directory / "whole").mkdir()
     whole = job.run(directory / "whole", "whole", **{**spec, "signals": [], "killed": []})
@@ -63,7 +63,7 @@ def test_rank_1_is_killed_between_the_exchange_of_gradients_and_its_note(job: Jo
 
 
 def test_a_rank_that_is_lost_before_the_hooks_of_an_epochs_end_meet_is_said(job: Job, tmp_path: Path) -> None:
-    # the model computes a metric there, together with the other rank, and resets it
+    # in that hook, the model computes a metric together with the other rank, and resets it
     spec = {"settings": SETTINGS, "own_generators": True}
     job.run(tmp_path, "first", **spec, signals=[[1, "SIGKILL", "on_train_batch_end", 8]], killed=[1])
     resumed = job.run(tmp_path, "resumed", **spec)
@@ -79,7 +79,7 @@ def test_rank_1_is_killed_before_its_first_note_of_a_resumed_start(job: Job, tmp
     whole = job.run(tmp_path / "whole", "whole", **spec)
     first = [[rank, "SIGKILL", "on_before_optimizer_step", every + 1] for rank in range(2)]
     job.run(tmp_path, "first", **spec, signals=first, killed=[0, 1])
-    # again, in its first step, and after its gradients are with the other one
+    # the resumed run loses rank 1 in its first step, after the exchange of gradients
     job.run(tmp_path, "second", **spec, signals=[[1, "SIGKILL", "on_before_optimizer_step", 1]], killed=[1], seed=76)
     resumed = job.run(tmp_path, "resumed", **spec, seed=77)
     saved = str(tmp_path / "saved" / f"just-in-time-step={every + 1}.ckpt")
@@ -95,7 +95,7 @@ def test_a_rank_that_fails_in_each_first_step_makes_no_newer_checkpoint(job: Job
     for _ in range(3):
         (found, _) = job.run(tmp_path, "again", **spec, signals=[[1, "raise", START, 1]])
     assert sorted(path.name for path in (tmp_path / "saved").glob("*.ckpt")) == ["step=2.ckpt", "step=4.ckpt"]
-    assert found["ckpt_path"] == str(tmp_path / "saved" / "step=2.ckpt")  # the newer one was stepped over
+    assert found["ckpt_path"] == str(tmp_path / "saved" / "step=2.ckpt")  # the newer one was skipped
 
 
 def test_a_survivor_is_told_to_end_while_no_collective_waits(job: Job, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "signals": [[0, "SIGKILL", "on_validation_batch_start", 3]],
             "killed": [0],
-            "own_generators": False,  # the others have drawn for the whole validation by then, and it is said
+            "own_generators": False,  # the others have drawn for the whole validation by then: a warning
             "options": {"val": True},
             "trainer": {"val_check_interval": 2},
         },

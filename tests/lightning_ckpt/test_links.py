@@ -1,4 +1,4 @@
-"""Symbolic links of the user: to a whole checkpoint they are followed, inside one only if the user says so."""
+"""Symbolic links: one to a checkpoint is followed, one inside a checkpoint only if the user allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ckpt_path="last"`` and ``"best"``: which file is taken, in a fresh process too, and when there is none."""
+"""``ckpt_path="last"`` and ``"best"``: which file is taken, also in a fresh process, and what if there is none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fit(directory: Any, folder: Path, *, plugin: Any = AsyncCheckpointIO, **opti
 
 
 def set_times(directory: Path, *order: str) -> None:
-    """The first is the oldest."""
+    """Set the modification times of files; the first is the oldest."""
     for seconds, name in enumerate(order):
         os.utime(directory / name, (1e9 + seconds, 1e9 + seconds))
 
@@ -67,7 +67,7 @@ def passed_over(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def steps_after(trainer: Any) -> int:
-    """How many steps a run did itself."""
+    """Return how many steps a run did itself."""
     return int(trainer.model.batches)
 
 
@@ -119,7 +119,7 @@ def test_of_a_checkpoint_and_its_copy_the_copy_is_taken(plugin: Any, tmp_path: P
 def test_what_was_passed_over_is_neither_deleted_nor_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved, options = tmp_path / "saved", {"save_last": True, "retention": KeepLatest(2)}
     fit(saved, tmp_path, max_steps=3, **options)
-    flip_bit(saved / "step=3.ckpt")  # and last.ckpt with it, which is the same file
+    flip_bit(saved / "step=3.ckpt")  # and in last.ckpt, which is the same file
     damaged = (saved / "step=3.ckpt").read_bytes()
     trainer = fit(saved, tmp_path, ckpt_path="last", **options)
     assert steps_after(trainer) == BATCHES - 2
@@ -220,12 +220,12 @@ def test_an_empty_directory_is_a_start_from_scratch(tmp_path: Path, exists: bool
         trainer = fit(tmp_path / "saved", tmp_path, ckpt_path="last")
         assert not [each for each in warnings.filters if "last checkpoint" in str(each[1])]
     assert steps_after(trainer) == BATCHES
-    # Lightning's own asks for save_last=True, set or not
+    # Lightning's own warning asks for save_last=True, whether it is set or not
     assert not [each for each in caught if "no last checkpoint" in str(each.message)]
 
 
 def test_without_a_directory_of_its_own(tmp_path: Path) -> None:
-    """Without a logger the directory is the Trainer's."""
+    """Without a logger, checkpoints are in ``checkpoints`` of the Trainer's root directory."""
     fit(None, tmp_path, max_steps=2)
     assert names(tmp_path / "checkpoints") == ["step=1.ckpt", "step=2.ckpt"]
     trainer = fit(None, tmp_path, ckpt_path="last")
@@ -384,7 +384,7 @@ def test_a_run_after_a_look_at_the_best_deletes_nothing_of_it(tmp_path: Path) ->
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """A directory in memory."""
+    """Return the URL of a directory in fsspec's memory filesystem."""
     url = f"memory://{uuid.uuid4().hex}"
     yield url
     store = fsspec.filesystem("memory")
@@ -407,7 +407,7 @@ def test_resumed_in_memory(resume: str, plugin: Any, memory: str, tmp_path: Path
     trainer = fit(memory, tmp_path, max_epochs=2, max_steps=8, ckpt_path=path, **options)
     assert steps_after(trainer) == 4
     assert torch.equal(trainer.model.weight, torch.full((NUMBERS,), 8.0))
-    # As on a local disk: what the run was resumed from stays, and last.ckpt goes on under its name, if it is that.
+    # As on a local disk: the checkpoint resumed from stays, unless it is last.ckpt, which is replaced.
     named = trainer.ckpt_path.rsplit("/", 1)[1]
     second = "last.ckpt" if named == "last.ckpt" else "last-v1.ckpt"
     assert listing(memory) == sorted({"last.ckpt", second, "step=8.ckpt", named})

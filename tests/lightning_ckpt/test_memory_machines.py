@@ -1,4 +1,4 @@
-"""``memory_every_n_steps`` on several machines: what a lost one had in memory comes from the one after it."""
+"""``memory_every_n_steps`` on several machines: snapshots of a lost machine come from the next one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def memory() -> Iterator[Path]:
 
 
 def run(job: Job, directory: Path, name: str, memory: Path, **spec: Any) -> list[dict[str, Any]]:
-    """Train on two machines, each with a memory of its own."""
+    """Train on two simulated machines, each with its own memory."""
     for machine in range(2):
         place = directory / str(machine)
         place.mkdir(exist_ok=True)

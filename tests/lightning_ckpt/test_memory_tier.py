@@ -99,7 +99,7 @@ def test_a_damaged_snapshot_gives_way_to_the_disk(
 def test_a_checkpoint_that_never_became_durable_is_forgotten(tmp_path: Path, memory: Path) -> None:
     fit(tmp_path, memory, SyncCheckpointIO, raise_at=6)
     lost = tmp_path / "checkpoints" / "step=3.ckpt"
-    lost.rename(tmp_path / "checkpoints" / "step=2.ckpt")  # as if that of step 3 was being written, and 2 still there
+    lost.rename(tmp_path / "checkpoints" / "step=2.ckpt")  # as if step 3 was being written, and step 2 still there
     assert fit(tmp_path, memory, SyncCheckpointIO).callback.resumed.step == 5
     assert [name for name in names(tmp_path / "checkpoints") if name.startswith("step")] == ["step=6.ckpt"]
 
@@ -182,7 +182,7 @@ def test_after_sigkill_the_bits_are_those_of_a_run_without(
     run(tmp_path / "killed", -1)
     run(tmp_path / "whole", -1)
     step, values = result_of(tmp_path / "killed")
-    assert step in range(1, 9)  # there is none on the disk
+    assert step in range(1, 9)  # from memory: there is no checkpoint on the disk
     assert result_of(tmp_path / "whole")[0] is None
     assert torch.equal(values, result_of(tmp_path / "whole")[1])
     assert names(memory) == []

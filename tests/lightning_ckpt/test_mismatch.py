@@ -1,4 +1,4 @@
-"""A checkpoint of another model or of other optimizers is refused by name, before anything is trained."""
+"""A checkpoint of another model or of other optimizers is refused before training, with the names that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers and callbacks that upload checkpoints get the file of the save whose score they are given."""
+"""Loggers and callbacks that upload checkpoints get each file together with its own score."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, model_of, t
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
-LOSSES = tuple(12.0 - step for step in range(12))  # that of step n is 13 - n: each is the best so far
+LOSSES = tuple(12.0 - step for step in range(12))  # the loss of step n is 13 - n: each step is the best so far
 Upload = tuple[str, int, float | None, str]
 
 
 class Artifacts(MemoryLogger):
-    """Uploads what it is told of, as the loggers of W&B and MLflow do."""
+    """Uploads each checkpoint that it is notified of, as the loggers of W&B and MLflow do."""
 
     def __init__(self, *, at_the_end: bool = False) -> None:
         super().__init__()

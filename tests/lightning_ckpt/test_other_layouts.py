@@ -1,4 +1,4 @@
-"""Checkpoints of one layout under the plugin of another, of Lightning's own sharded strategies, and converted ones."""
+"""Resume from a checkpoint of another plugin's layout, of Lightning's sharded strategies, or a converted one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Model(pl.LightningModule):
         return self.model(batch).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # two groups, in which the parameters are not in the order of the model's
+        # two groups; their parameters are in another order than the model's
         last, first = self.model[3].parameters(), self.model[:2].parameters()
         return torch.optim.Adam([{"params": last, "lr": 0.1}, {"params": first}], lr=0.01)
 
@@ -85,12 +85,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of step 5, as a file, a directory, and as Lightning's ModelParallelStrategy saves it."""
+    """Return checkpoints of step 5: a file, a directory, one of ModelParallelStrategy, and two converted to DCP."""
     root = tmp_path_factory.mktemp("saved")
     trainer, _ = train(FILE, root / "file", SAVED)
     train(DIRECTORY, root / "directory", SAVED)
     state = torch.load(root / "file" / "step=5.ckpt", weights_only=True)
-    # what ModelParallelStrategy.save_checkpoint does, with torch's own names of an optimizer's parameters
+    # as ModelParallelStrategy.save_checkpoint does, with torch's names for the optimizer's parameters
     optimizer = get_optimizer_state_dict(trainer.lightning_module, trainer.optimizers[0])
     dcp.save(
         {"state_dict": state.pop("state_dict"), "optimizer_0": optimizer}, checkpoint_id=root / "stock", no_dist=True

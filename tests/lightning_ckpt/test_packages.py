@@ -1,4 +1,4 @@
-"""Both packages of Lightning: the callback and the plugins are theirs, also where only one of the two is installed."""
+"""The callback and the plugins work with both packages of Lightning, also where only one of them is installed."""
 
 from __future__ import annotations
 

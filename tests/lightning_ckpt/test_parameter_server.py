@@ -1,4 +1,4 @@
-"""Stock Trainers as workers of real parameter servers: killed as a whole and resumed, and what is refused."""
+"""Stock Trainers as workers of real parameter servers: killed together and resumed, and what is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Module(pl.LightningModule):
 
 
 class Copies(pl.Callback):
-    """Copies a worker in the middle of its training: the connection stays where it is."""
+    """Copies a worker in the middle of its training, and checks that copies have no connection."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step < 3:
@@ -82,7 +82,7 @@ def trainer_with(callback: ParameterServerWorker, callbacks: Sequence[pl.Callbac
 
 
 def train(job: Job, transport: Transport, coordinator: str) -> None:
-    """The work of a worker, by a Trainer."""
+    """Do the work of one worker with a Trainer."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = Module(CountingModel(job.samples))
@@ -107,7 +107,7 @@ def test_trainers_are_killed_resumed_and_replayed(tmp_path: Path) -> None:
 
 
 class NoClient:
-    """Stands where a client would, for what is refused before one is used."""
+    """A stand-in for a client, for errors that are raised before a client is used."""
 
     def __init__(self, module: Module) -> None:
         self.parameters = dict(module.named_parameters())
@@ -156,7 +156,7 @@ class Tied(pl.LightningModule):
 @pytest.mark.parametrize(("module", "missing"), [(Normed(), "norm.running_mean"), (Tied(), "the further names")])
 def test_what_the_checkpoints_will_not_have_is_said(module: pl.LightningModule, missing: str) -> None:
     class Given:
-        """What a client knows of a model."""
+        """What a client was given of a model: its parameters, buffers and aliases."""
 
         def __init__(self, model: Any) -> None:
             self.parameters, self.buffers, self.aliases = parameters_of(model), buffers_of(model), aliases_of(model)

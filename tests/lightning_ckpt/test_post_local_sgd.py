@@ -1,4 +1,4 @@
-"""Post-localSGD: every rank's weights and moments are its own, and the counters say when they are averaged again."""
+"""Post-localSGD: each rank has its own weights and moments; counters decide when weights are averaged again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Whole:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Whole]:
-    """Runs of a plugin and a number of ranks, each made once."""
+    """Return a function that runs a plugin on a number of ranks, each combination once."""
     root = tmp_path_factory.mktemp("whole")
 
     @functools.cache
@@ -60,7 +60,7 @@ def test_ranks_do_differ_between_averagings(whole: Callable[..., Whole]) -> None
     equal = [step for step in range(1, STEPS + 1) if len({str(state["weights"]) for state in run.after(step)}) == 1]
     assert equal == [1, 2, 3, 4, 8, 12]
     assert [state["averager"] for state in run.after(STEPS)] == [STEPS, STEPS]
-    assert run.after(8)[0]["moments"] != run.after(8)[1]["moments"]  # averaging is for weights alone
+    assert run.after(8)[0]["moments"] != run.after(8)[1]["moments"]  # only weights are averaged
 
 
 def assert_goes_on(runs: Runs, directory: Path, path: Path, expected: Whole, step: int, **spec: Any) -> None:
@@ -111,12 +111,12 @@ def test_the_model_of_a_checkpoint_is_the_mean_of_the_ranks(whole: Callable[...,
     assert not torch.equal(one, other)
     assert torch.equal(optimizer["state"][0]["exp_avg"], (one + other) / 2)
     assert float(optimizer["state"][0]["step"]) == BETWEEN
-    # nothing of it before ranks differ
+    # ranks have nothing of their own before they differ
     assert [rank for rank in _content(saved / "step=2.ckpt", io)[2] if rank] == []
 
 
 def _content(path: Path, io: str) -> tuple[Any, Any, list[Any]]:
-    """Model and optimizer of a checkpoint, and what each rank has of its own."""
+    """Return the model and the optimizer of a checkpoint, and the state that each rank has of its own."""
     if io == "ShardedCheckpointIO":
         with DirectoryCheckpointer().load(path) as opened:
             own = [opened.load("gradients", rank=rank).get("post-localSGD/", {}) for rank in range(2)]
@@ -141,7 +141,7 @@ def test_another_number_of_ranks_goes_on_with_the_mean_and_says_so(
     if ranks == 3:
         assert [result["started"]["averager"] for result in resumed] == [BETWEEN] * 3
         assert [result["started"]["hook"] for result in resumed] == [3] * 3
-        # the averaging is due when it would have been
+        # weights are averaged at the same step as without the resume
         assert len({str(state["weights"]) for state in after(resumed, 12)}) == 1
         assert len({str(state["weights"]) for state in after(resumed, 11)}) == 3
 
@@ -170,5 +170,5 @@ def test_a_communication_hook_whose_state_is_not_saved_is_named(runs: Runs, tmp_
     saved, io = tmp_path / "saved", "AsyncCheckpointIO"
     whole = runs.run(saved, "whole", io=io, power=True)
     resumed = runs.run(saved, "resumed", io=io, power=True, ckpt_path=str(saved / f"step={BETWEEN}.ckpt"))
-    assert after(resumed, STEPS) != after(whole, STEPS)  # the errors are not there, so the sums are others
+    assert after(resumed, STEPS) != after(whole, STEPS)  # PowerSGD's errors are lost, so the sums differ
     assert "the communication hook of DDP has a state (PowerSGDState) that is not saved" in resumed[0]["warnings"][0]

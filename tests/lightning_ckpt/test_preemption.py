@@ -1,4 +1,4 @@
-"""Signals: to one rank or to several at different batches, what is saved, when the job is requeued, and how it ends."""
+"""Signals to one rank or to several at different batches: what is saved, whether SLURM requeues, how the job ends."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_preempted_run_saves_on_all_ranks_and_resumes_exactly(job: Job, tmp_pa
     names = {f"preempted-step={ended[0]['step']}.ckpt"} | ({"last.ckpt"} if spec.get("io", "") is not None else set())
     assert {path.name for path in saved.iterdir()} == names
     whole = job.run(tmp_path, "whole", **{**spec, "signals": []})
-    for path in saved.glob("step=*"):  # of the whole run
+    for path in saved.glob("step=*"):  # saved by the whole run
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     resumed = job.run(tmp_path, "resumed", **{**spec, "signals": []}, settings={"resume": "auto"}, seed=77)
     for found, expected in zip(resumed, whole, strict=True):
@@ -176,7 +176,7 @@ def test_a_run_that_is_told_to_end_after_its_last_batch_ends(
     ended = job.run(tmp_path, "ended", **spec, then=then, signals=signals, settings=settings)
     assert [(result["raised"], result["status"]) for result in ended] == [("SIGTERMException", 143)] * ranks
     assert [result["stages"] for result in ended] == [stages] * ranks
-    if not stages:  # what was trained since the last save is there
+    if not stages:  # the steps since the last save are saved
         resumed = job.run(tmp_path, "resumed", **spec, signals=[], settings={**settings, "resume": "auto"}, seed=77)
         assert [result["ckpt_path"] for result in resumed] == [
             str(tmp_path / "saved" / "preempted-step=5.ckpt")
@@ -185,7 +185,7 @@ def test_a_run_that_is_told_to_end_after_its_last_batch_ends(
 
 
 def test_a_rank_that_is_told_beside_a_dead_one_ends(job: Job, tmp_path: Path) -> None:
-    # those who wait for an answer of the dead one do so for days
+    # a rank that waited for the dead one's answer would wait for days
     signals = [[1, "SIGKILL", "on_test_batch_start", 1], [0, "SIGTERM and wait", "on_test_batch_start", 1]]
     (ended,) = job.run(
         tmp_path, "ended", trainer={"max_steps": 2}, then=["test"], signals=signals, killed=[1], answers=1e6

@@ -1,4 +1,4 @@
-"""The private parts of Lightning that we use are where they were: a new release that moves one fails here first."""
+"""Lightning's private parts that we use are where we expect them: a release that moves one fails here first."""
 
 from __future__ import annotations
 

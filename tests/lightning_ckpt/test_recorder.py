@@ -1,4 +1,4 @@
-"""The flight recorder under Lightning: what a resumed run says of itself, next to a judge from outside."""
+"""The flight recorder under Lightning: what a resumed run reports, compared with the verdict of an outside judge."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def judged(fork_script: ScriptRunner, directory: Path, name: str, *points: Point
 @pytest.mark.parametrize(
     ("name", "points"),
     [
-        # in EARLY, gradients are there that no optimizer has stepped with yet
+        # in EARLY, there are gradients that no optimizer has used yet
         ("trainer: accumulates, two workers", (MIDDLE, END, KILLED, EARLY)),
         ("trainer: validates in mid-epoch", (MIDDLE, END)),
         ("loader: two workers, counted noise", (MIDDLE, END)),
@@ -120,7 +120,7 @@ def test_gradients_that_are_not_there_are_seen_before_the_optimizer_steps(
 def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
     fork_script: ScriptRunner, tmp_path: Path
 ) -> None:
-    point = Point("late", (2, 1), (2, 4))  # two whole epochs before it
+    point = Point("late", (2, 1), (2, 4))  # after two whole epochs
     (found,) = judged(fork_script, tmp_path, "forgets a batch, no recorder", point)
     assert found["wrong"] and not found["recorder"]
     assert [re.findall(r"epoch 2 had 5 batches, but earlier ones had 6", text) for text in found["warned"]] == [
@@ -296,7 +296,7 @@ def test_a_loader_whose_thread_reads_ahead_is_said_in_the_middle_of_an_epoch(
     tmp_path: Path, steps: int, is_said: bool
 ) -> None:
     data = RandomDataset(32, 8)
-    for until in (steps + 1, 8):  # of 4 in an epoch
+    for until in (steps + 1, 8):  # an epoch has 4 steps
         callback = ResumableCheckpoint(tmp_path, every_n_train_steps=steps)
         settings: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = Trainer(accelerator="cpu", max_steps=until, callbacks=[callback], **settings)

@@ -1,4 +1,4 @@
-"""The flight recorder with two ranks of DDP over gloo: what only rank 1 sees is said on rank 0."""
+"""The flight recorder with two ranks of DDP over gloo: what only rank 1 sees is reported on rank 0."""
 
 from __future__ import annotations
 

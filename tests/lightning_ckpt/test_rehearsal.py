@@ -1,4 +1,4 @@
-"""``ckpt rehearse`` on a Trainer: what is exact is said to be, and each defect is named with its place."""
+"""``ckpt rehearse`` on a Trainer: an exact script passes, and each defect is reported with its place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rehearse = Callable[..., Result]
 
 @pytest.fixture
 def forked(fork_script: ScriptRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are forked from one that has imported Lightning, which saves seconds each."""
+    """Fork the processes from one that has imported Lightning, which saves seconds each."""
 
     def run(self: object, words: list[str], output: str, plan: Plan) -> int:
         assert words[0] == sys.executable
@@ -54,7 +54,7 @@ def test_an_exact_script_is_exact_at_every_point_and_its_own_checkpoints_are_lef
     result = rehearse(of_case("exact"))
     assert result.is_exact, result.text()
     assert {resumed.point for resumed in result.resumes} == {"middle", "epoch-end", "accumulation", "validation"}
-    # two epochs of 6 batches and a little more, of which the resumes repeat what follows the save
+    # two epochs of 6 batches and some more; each resume repeats the steps after its save
     assert result.steps == 16
     assert sorted(resumed.steps for resumed in result.resumes) == [6, 10, 10, 13]
     assert {"data", "weights", "optimizers", "schedulers", "generators", "logged", "attributes"} <= set(result.subjects)

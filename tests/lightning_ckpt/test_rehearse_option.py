@@ -1,4 +1,4 @@
-"""``ResumableCheckpoint(rehearse=...)``: a script has itself rehearsed, by processes of its own, before it trains."""
+"""``ResumableCheckpoint(rehearse=...)``: a script rehearses itself in other processes before it trains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_exact_script_is_said_to_be_and_trains_as_without(
     told = run_script(SCRIPT, "exact", "yes", devices, timeout=600)
     assert "exact: every resumed run was equal, bit for bit" in told.stderr
     assert INEXACT not in told.stderr
-    # this one, and three that are rehearsed: nobody rehearses a rehearsal
+    # this run and three rehearsed ones, which do not rehearse themselves
     assert starts(tmp_path) == 4 * devices
     files = {path.name for path in (tmp_path / "mine").iterdir()}
     assert files == {"last.ckpt", f"epoch=2-step={18 // devices}.ckpt"}

@@ -39,9 +39,9 @@ Bucket = tuple[str, dict[str, Any]]
 def bucket(
     request: pytest.FixtureRequest, server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
 ) -> Bucket:
-    """A directory, and options without which nobody gets there.
+    """Return a directory on a store, and the options that are needed to reach it.
 
-    What one store does otherwise than another is below the plugin, in the tests of ``ckpt_core.storage``.
+    Differences between stores are tested below the plugin, with ``ckpt_core.storage``.
     """
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -199,7 +199,7 @@ class Place:
 
 
 def look_up(folder: Path) -> None:
-    """Take what another process wrote down; write down what a test, a fit and an unpickled callback find."""
+    """Load the place of another process's run; write down what a test, a fit and an unpickled callback find there."""
     place: Place = pickle.loads((folder / "place").read_bytes())
     callback = pickle.loads((folder / "callback").read_bytes())  # as in a spawned process: its __init__ is not called
     if place.local is not None:

@@ -1,4 +1,4 @@
-"""What a run says of its checkpoints: where it resumed, what they cost, in words and to its loggers."""
+"""What a run reports of its checkpoints, in its log and to its loggers: where it resumed, and what they cost."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_resume_from_a_stock_checkpoint_has_its_line(tmp_path: Path, lines: li
 
 
 class Warms(Callback):
-    """Its factor is in no state, and the training needs it."""
+    """Keeps a factor that the training needs and no state contains."""
 
     def __init__(self) -> None:
         self.factor = 1.0

@@ -1,4 +1,4 @@
-"""``ckpt_path="last"`` and the checkpoint that SLURM requeued the job with."""
+"""``ckpt_path="last"`` and the checkpoint that Lightning saves when SLURM requeues the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Requeues(Callback):
-    """Saves as Lightning's handler does, after so many batches."""
+    """Saves after a number of batches as Lightning's SLURM handler does."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -39,7 +39,7 @@ def fit(root: Path, *callbacks: Any, every: int = 50, steps: int = 5, saved: str
 
 
 def taken(root: Path, **options: Any) -> tuple[str | None, int]:
-    """The name of the checkpoint that a new process resumes from, and how many batches it trains."""
+    """Return the name of the checkpoint that a new run resumes from, and how many batches it trains."""
     trainer = fit(root, steps=BATCHES, ckpt_path="last", **options)
     return trainer.ckpt_path and os.path.basename(trainer.ckpt_path), trainer.model.batches
 

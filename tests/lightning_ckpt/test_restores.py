@@ -1,4 +1,4 @@
-"""Checkpoints that callbacks and hooks save and restore themselves: the fit is as without us, and so is its resume."""
+"""Callbacks and hooks that save and restore checkpoints themselves: the fit and its resume are as without us."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TunedModel(Model):
 
 
 class EachEpoch:
-    """Lets a search run as an epoch begins, as the documentation of Lightning's searches shows."""
+    """Runs a search when an epoch begins, as the documentation of Lightning's searches shows."""
 
     epoch = 1
 
@@ -79,7 +79,7 @@ class BatchSizeEachEpoch(EachEpoch, BatchSizeFinder):
 
 
 class Does(Callback):
-    """Does something at given calls of hooks, once in the life of a run."""
+    """Runs actions at given calls of hooks, each once in a run, resumes included."""
 
     def __init__(self, **at: tuple[int, Callable[[Any], None]]) -> None:
         self.calls = dict.fromkeys(at, 0)
@@ -125,7 +125,7 @@ def load_weights(trainer: Any) -> None:
 
 
 def train_apart(trainer: Any, keep: tuple[type, ...] = ()) -> None:
-    """Train some steps and forget them."""
+    """Train some steps, then restore the state from before them."""
     save(trainer)
     loop, callbacks, most = trainer.fit_loop, trainer.callbacks, trainer.fit_loop.max_steps
     rows = len(trainer.logger.rows)
@@ -159,7 +159,7 @@ def does(**at: Any) -> Callable[[], list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Restoring:
-    """Who restores, what is trained, and after which batches it is resumed."""
+    """A training with the callbacks that restore, and the batches after which it is resumed."""
 
     callbacks: Callable[[], list[Any]]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)

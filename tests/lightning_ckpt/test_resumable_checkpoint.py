@@ -43,7 +43,7 @@ def make(directory: Path, **kwargs: Any) -> ResumableCheckpoint:
 
 
 class TestedModel(Model):
-    """Can be put to the test without having been trained."""
+    """A model that can be tested without having been trained."""
 
     __test__ = False
 
@@ -58,7 +58,7 @@ def test_arguments_of_model_checkpoint_come_first() -> None:
     stock = inspect.signature(ModelCheckpoint.__init__).parameters
     ours = dict(inspect.signature(ResumableCheckpoint.__init__).parameters)
     if not HAS_SAVE_ON_EXCEPTION:
-        del ours["save_on_exception"]  # of newer ones
+        del ours["save_on_exception"]  # only newer versions have it
     assert list(ours)[: len(stock)] == list(stock)
     assert {name: p.default for name, p in ours.items() if name in stock} == {n: p.default for n, p in stock.items()}
     assert all(p.kind is p.KEYWORD_ONLY for name, p in ours.items() if name not in stock)
@@ -118,7 +118,7 @@ def test_runs_and_resumes_in_pytorch_lightning(tmp_path: Path) -> None:
 
 
 class Manual(pl.LightningModule):
-    """Keeps its weights from before each step, as a warning of Lightning's asks for."""
+    """Keeps its weights from before each step, as one of Lightning's warnings asks for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A retention policy beside ``save_top_k``."""
+"""A retention policy alongside ``save_top_k``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckp
 
 
 class Model(pl.LightningModule):
-    """The logged loss falls until step 4 and rises then."""
+    """Logs a score that falls until step 4 and then rises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_best_ones_that_were_not_copied_along_do_not_count(tmp_path: Path) -> No
 
 
 def test_a_smaller_top_k_holds_from_the_resume_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lightning, which compares numbers for equality, would delete no checkpoint ever again."""
+    """Stock Lightning compares the number of files with ``save_top_k`` for equality, and would never delete again."""
     settings = {"monitor": "score", "mode": "max"}
     fit(tmp_path, AsyncCheckpointIO(), 7, save_top_k=3, **settings)
     assert steps_in(tmp_path) == [1, 6, 7]
@@ -144,7 +144,7 @@ def test_a_smaller_top_k_holds_from_the_resume_on(tmp_path: Path, caplog: pytest
 
 
 class Validated(Model):
-    """Its score is that of a validation, after each second batch of four."""
+    """Logs its score in a validation, after every second of four batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0]).pow(2).mean()
@@ -187,7 +187,7 @@ def test_a_save_that_waits_for_a_validation_is_made_after_the_resume(tmp_path: P
 def test_both_policy_and_top_k_keep(tmp_path: Path) -> None:
     settings = {"monitor": "score", "mode": "min", "save_top_k": 2}
     fit(tmp_path, AsyncCheckpointIO(), 9, retention=KeepEverySteps(2), **settings)
-    # 3 and 4 are the best two; 2 was one of them, and the policy keeps it
+    # 3 and 4 are the best two; 2 was among them earlier, and the policy keeps it
     assert steps_in(tmp_path) == [2, 3, 4]
 
 

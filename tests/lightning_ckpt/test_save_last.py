@@ -1,4 +1,4 @@
-"""``save_last`` and retention: the files that Lightning would leave, and each state written once."""
+"""``save_last`` and retention: the same files as with stock Lightning, and each state is written once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class SlowStorage(LocalStorage):
-    """Slower than training."""
+    """A storage that is slower than training."""
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         time.sleep(0.005)
@@ -87,7 +87,7 @@ def run(kind: type[Any], plugin: Any, folder: Path, settings: dict[str, Any], **
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """The step of each file."""
+    """Return the step of each file."""
     return {name: torch.load(folder / name, map_location="meta")["global_step"] for name in names(folder)}
 
 
@@ -109,7 +109,7 @@ def one_trainer_twice(kind: type[Any], plugin: Any, folder: Path, settings: dict
 
 
 def resumed(kind: type[Any], plugin: Any, folder: Path, settings: dict[str, Any]) -> list[dict[str, int]]:
-    # In the middle of an epoch: at its end Lightning would save once more what it was resumed from.
+    # Ends in the middle of an epoch: at its end, Lightning would save again what it was resumed from.
     run(kind, plugin, folder, settings, max_steps=BATCHES + 4)
     last = max(name for name in names(folder) if name.startswith("last"))
     run(kind, plugin, folder, settings, max_epochs=3, ckpt_path=folder / last)
@@ -164,8 +164,8 @@ def test_the_same_trainer_leaves_the_files_that_lightning_would_leave(
     assert_same_files(one_trainer_twice, SETTINGS[name], tmp_path)
 
 
-# Lightning forgets in a resume what it saved last: it writes a file of its own in place of the link, and one more at
-# the end of a training that saved nothing since.
+# After a resume, Lightning does not know what it saved last: it writes a separate file in place of the link, and one
+# more at the end of a training that has saved nothing since.
 FORGOTTEN = ("link", "link, best 2", "link alone", "second epochs")
 RESUMED = {
     name: chosen
@@ -238,7 +238,7 @@ def test_a_link_leads_to_nothing_in_another_directory(slow_disk: None, plugin: A
     old, new = tmp_path / "old", tmp_path / "new"
     run(ResumableCheckpoint, plugin, old, settings, max_steps=5)
     before = contents(old)
-    # An epoch ends, and with it the last checkpoint is linked to, before anything is saved in the new directory.
+    # An epoch ends, when the last checkpoint is linked to, before anything is saved in the new directory.
     run(ResumableCheckpoint, plugin, new, settings, max_steps=BATCHES + 1, ckpt_path=old / "step=4.ckpt")
     assert contents(old) == before
     assert contents(new) == {"last.ckpt": BATCHES + 1}

@@ -1,4 +1,4 @@
-"""What the user asks for at the resume is what is done, and one line says what has changed."""
+"""Settings that differ at a resume: the new ones apply, and one line says what has changed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ BATCHES = 8
 
 
 class Loading(Model):
-    """Its loader is made with the options."""
+    """Passes its options to its loader."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(BATCHES * BATCH), **{"batch_size": BATCH, "shuffle": True, **self.options})
 
 
 class AccumulatesLater(Callback):
-    """A hook that sets the Trainer's attribute once, as a schedule of the user's own."""
+    """Sets the Trainer's attribute once in a hook, as a user's own schedule does."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 1:
@@ -44,7 +44,7 @@ class AccumulatesLater(Callback):
 def fit(
     directory: Path, *, options: dict[str, Any], callbacks: list[Any], **settings: Any
 ) -> tuple[list[int], list[str]]:
-    """Train, and return the optimizer steps before each batch and at the end, and what was warned about the resume."""
+    """Train; return the optimizer steps before each batch and at the end, and the warnings about the resume."""
     path = settings.pop("ckpt_path", None)
     pl.seed_everything(1, verbose=False)
     model = Loading(options)
@@ -57,7 +57,7 @@ def fit(
 
 
 def steps_after(first: int, at: list[int], batches: int) -> list[int]:
-    """Steps before each of the next batches and after the last, if the optimizer steps after the batches ``at``."""
+    """Return the steps before each next batch and after the last, if the optimizer steps after the batches ``at``."""
     return [first + sum(done <= batch for done in at) for batch in range(batches + 1)]
 
 
@@ -119,7 +119,7 @@ def test_accumulation(
 
 
 class Ends(Callback):
-    """A hook that changes when the fit ends, after the third batch."""
+    """Changes, after the third batch, when the fit ends."""
 
     def __init__(self, **limits: Any) -> None:
         self.limits = limits
@@ -189,7 +189,7 @@ def test_another_loader(changed: dict[str, Any], told: str | None, tmp_path: Pat
 
 
 class Logging(Loading):
-    """Logs how many batches of the epoch are done, as told."""
+    """Logs how many batches of the epoch are done, with the given arguments of ``log``."""
 
     def __init__(self, **told: Any) -> None:
         super().__init__({})

@@ -78,7 +78,7 @@ def test_other_numbers_of_ranks_load_the_same_values(runs: Runs, tmp_path: Path,
     runs.run(first, "first", kind=kind, trainer={"max_steps": 5}, callback=callback)
     saved = first / "step=5.ckpt"
     expected = parts_at(saved)
-    # FSDP1 with one rank does not shard, and Lightning then keeps other names
+    # FSDP1 with one rank does not shard, and Lightning then uses other names
     for ranks in (3,) if kind == "fsdp" else (1, 3):
         directory = tmp_path / str(ranks)
         runs.run(
@@ -104,13 +104,13 @@ def test_a_run_resumes_from_what_lightnings_own_strategy_has_saved(runs: Runs, t
     assert (stock / "meta.pt").exists()
     found = runs.run(tmp_path / "run", "run", trainer={"max_steps": 5}, ckpt_path=str(stock), **settings)
     assert [result["weights"] for result in found] == [result["weights"] for result in whole]
-    # one file is refused with what to do instead
+    # a single file is refused, and the error says what to do instead
     one = str(tmp_path / "one.ckpt")
     assert main(["convert", str(tmp_path / "whole" / "step=3.ckpt"), one, "--to", "file"]) == 0
     refused = runs.run(tmp_path / "no", "no", fails=True, trainer={"max_steps": 5}, ckpt_path=one, **settings)
     assert {result["raised"]["class"] for result in refused} == {"CheckpointFormatError"}
     assert all("WarmStart(path, optimizers=True)" in result["raised"]["message"] for result in refused)
-    # and has all weights under their names, for load_from_checkpoint
+    # the file has all weights under their names, for load_from_checkpoint
     weights = torch.load(one, weights_only=True)["state_dict"]
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
         "net.0.weight": (15, 8),
@@ -160,7 +160,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, trained:
 
 @pytest.fixture(scope="module")
 def trained(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 3 and 6."""
+    """Return the directory of a run with checkpoints of steps 3 and 6."""
     directory = tmp_path_factory.mktemp("trained") / "run"
     callback = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
     runs.run(directory, "trained", trainer={"max_steps": 6}, callback=callback)
@@ -227,7 +227,7 @@ def test_what_one_rank_cannot_save_does_not_leave_the_other_waiting(
 
 
 def test_failure_of_which_a_rank_hears_late_is_one_on_all(runs: Runs, tmp_path: Path) -> None:
-    """The next save is not begun by the rank that knew, which would wait there for the one that did not."""
+    """The rank that knows of the failure does not begin the next save, where it would wait for the other."""
     found = runs.run(
         tmp_path / "run",
         "failed",
@@ -298,7 +298,7 @@ def test_open_accumulation_window_goes_on(runs: Runs, tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     "saves",
     [
-        {"io": "ShardedCheckpointIO", "options": {"wrapped": True}},  # which state dicts do not show
+        {"io": "ShardedCheckpointIO", "options": {"wrapped": True}},  # state dicts do not show the wrapper
         {"io": None, "whole": True},
     ],
 )

@@ -1,4 +1,4 @@
-"""The plugin by itself, without a callback of ours: in a Trainer, spawned, and through LightningCLI."""
+"""The sharded plugin without our callback: in a Trainer, in spawned ranks, and through LightningCLI."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_strategies_that_cannot_be_routed_say_so() -> None:
     from lightning_ckpt._routing.trainer import route
 
     class DeepSpeedStrategy(DDPStrategy):
-        """As far as its name says."""
+        """A strategy with the name of DeepSpeed's, and nothing else of it."""
 
     class Trainer:
         def __init__(self, strategy: object) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that save at different steps do not make a checkpoint of two moments."""
+"""Ranks that save at different steps do not write a checkpoint that mixes the steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_ckpt import ShardedCheckpointIO
 
 
 def save_on_two_ranks(path: Path, *steps: int) -> list[CheckpointError | None]:
-    """What each of two ranks, here threads, is told when they save together at these steps."""
+    """Save together on two ranks, here threads, each at its step; return the error of each rank, or None."""
     store = torch.distributed.HashStore()
 
     def save(rank: int) -> CheckpointError | None:

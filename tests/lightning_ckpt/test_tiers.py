@@ -39,7 +39,7 @@ PLUGINS = [SyncCheckpointIO, AsyncCheckpointIO, ShardedCheckpointIO]
 
 
 class Model(pl.LightningModule):
-    """Dropout and a shuffled loader: another random number anywhere is another weight."""
+    """A model with dropout and a shuffled loader: any other random number changes the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def plugin_in(folder: Path, kind: Any, **settings: Any) -> Any:
 
 
 def train_until_killed(folder: Path, kind: Any) -> None:
-    """Train, and be killed in the middle of the fourth upload, when three more checkpoints wait for theirs."""
+    """Train until this process is killed in the middle of the fourth upload, while three more checkpoints wait."""
 
     def is_fourth(operation: Operation) -> bool:
         if operation.name != "write_at" or "step=4" not in operation.path:
@@ -135,7 +135,7 @@ def test_killed_during_an_upload_it_goes_on_from_either_tier(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert names(folder / "remote") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
 
-    # On another machine, to which only what was uploaded has come.
+    # On another machine, which has only what was uploaded.
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(folder / "remote", elsewhere / "remote")
     resumed = train(elsewhere, plugin_in(elsewhere, kind), ckpt_path="last")
@@ -171,7 +171,7 @@ Bucket = tuple[str, dict[str, Any]]
 
 @pytest.fixture
 def bucket(server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """A directory on S3, and options without which nobody gets there."""
+    """Return a directory on S3, and the options that are needed to reach it."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     server = server_of("moto")

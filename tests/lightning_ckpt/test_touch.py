@@ -1,4 +1,4 @@
-"""A script finds what it has just saved in mid-fit, as without us, and nothing waits until it looks."""
+"""A script finds what it has just saved in mid-fit, as without us; a save is awaited only when the script looks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_paths_of_a_callback_are_read_without_waiting(tmp_path: Path, monkeypatc
     callback = ResumableCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
     callbacks: list[Any] = [callback, Reads()]
     trainer = trainer_of(tmp_path, callbacks, plugins=[AsyncCheckpointIO()], max_steps=2)
-    trainer.callbacks[:] = callbacks  # Lightning calls those that save last
+    trainer.callbacks[:] = callbacks  # undo Lightning's order, in which callbacks that save come last
     trainer.fit(model_of())
     assert pending == [True] * 4
 

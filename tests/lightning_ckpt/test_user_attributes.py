@@ -1,4 +1,4 @@
-"""Generators of modules and callbacks come back; what else training changes and nothing holds is named."""
+"""Attributes of modules and callbacks: generators are restored; other changes that no state holds are named."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_generators_of_module_and_callbacks(at: tuple[str, int], tmp_path: Path)
 
 
 class Counts(Model):
-    """Anneals by a counter of its own, which nothing holds."""
+    """Anneals the loss by its own counter, which no state holds."""
 
     steps = 0.0
 
@@ -95,7 +95,7 @@ class HoldsCount(Counts):
 
 
 class HoldsAndResets(HoldsCount):
-    """Whose hook would change what the checkpoint has brought back."""
+    """Has a hook that would change the value that the checkpoint has restored."""
 
     def on_train_epoch_start(self) -> None:
         self.steps += 10
@@ -116,7 +116,7 @@ class Collects(Model):
 
 
 class CollectsForAnEpoch(Collects):
-    """As Lightning's documentation shows it."""
+    """Collects losses over an epoch, as Lightning's documentation shows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class CollectsForAnEpoch(Collects):
 
 
 class CollectsRows(Collects):
-    """What it keeps has more than numbers, and a graph."""
+    """Collects tensors of more than one number, which have a graph."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -140,7 +140,7 @@ class CollectsRows(Collects):
 
 
 class CollectsForever(Model):
-    """What it keeps may be views of weights, and nothing sets it back."""
+    """Collects tensors, which may be views of weights, and never resets the list."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -149,7 +149,7 @@ class CollectsForever(Model):
 
 
 class Named(dict[str, float]):
-    """A dictionary that is not made without arguments."""
+    """A dictionary that cannot be made without arguments."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class CollectsByName(Model):
 
 
 class Swaps(Model):
-    """A buffer that is not saved, and an object of its own."""
+    """Changes a buffer that is not persistent, so no checkpoint holds it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Swaps(Model):
 
 
 class Draws(Model):
-    """What it draws when it is made is another one at each start, and training does not change it."""
+    """Draws tensors when it is made: they differ at each start, and training does not change them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Draws(Model):
 
 
 class CountsEpochs(Model):
-    """What its hook of an epoch's start makes comes of what was there."""
+    """Has a hook at an epoch's start that changes a number depending on its previous value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class CountsEpochs(Model):
 
 
 class Shuffles(Model):
-    """The same of a list."""
+    """Has a hook at an epoch's start that changes a list depending on its previous order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Shuffles(Model):
 
 
 class TellsOfEpochs(Model):
-    """Its hook makes all anew, but a count that is told."""
+    """Has a hook at an epoch's start that sets everything again, except a count that is only printed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class TellsOfEpochs(Model):
 
 
 class CountsEpochsBeside(Callback):
-    """What :class:`CountsEpochs` does."""
+    """Does in a callback what :class:`CountsEpochs` does."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -293,7 +293,7 @@ def test_what_a_callback_has_made_of_what_was_there_is_named(at: tuple[str, int]
 
 
 class Tells(Model):
-    """Sets an attribute in each step, and not before."""
+    """Sets an attribute in each step, which does not exist before."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
@@ -306,7 +306,7 @@ class Tells(Model):
 
 
 class Average(torch.nn.Module):
-    """Keeps an average in buffers, and the weights themselves while others look at it."""
+    """Keeps an average of weights in buffers, and a copy of the weights while the average replaces them."""
 
     def __init__(self, of: torch.nn.Module) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def test_what_hooks_bring_back_is_not_named(model: type, at: tuple[str, int], tm
 
 
 class SwapsInItsOwnHooks(Model):
-    """Has put others in the place of its weights when callbacks save at the end of a validation."""
+    """Replaces its weights during a validation, and still has the others when callbacks save at its end."""
 
     def __init__(self) -> None:
         super().__init__({"val": True})
@@ -393,7 +393,7 @@ def test_what_is_put_aside_is_named_if_it_was_not_put_back(tmp_path: Path) -> No
 
 class Prints(Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Have the hook."""
+        """Do nothing: the callback only has to have this hook."""
 
 
 def test_what_was_put_back_before_a_save_at_the_validations_end_is_not_named(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_what_was_put_back_before_a_save_at_the_validations_end_is_not_named(tmp
 
 
 class MakesOnce(Model):
-    """Makes what it needs when it needs it, of what is the same in each run or not."""
+    """Makes an attribute when it is first needed: from the batch, or from what is the same in each run."""
 
     def __init__(self, of_batch: bool = False) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ def test_what_is_made_where_there_is_none_is_named_if_it_is_another_one(
 
 
 class TellsOfSteps(Callback):
-    """Has attributes that steps make, and that the end and the start of an epoch read."""
+    """Has an attribute that steps set, and that hooks at the end and the start of an epoch read."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch:
@@ -466,7 +466,7 @@ def test_numbers_that_steps_make_are_put_back(model: type, at: tuple[str, int], 
 
 
 class Meter:
-    """An average, as many scripts have it."""
+    """A running average, as many scripts have it."""
 
     def __init__(self) -> None:
         self.reset()
@@ -480,7 +480,7 @@ class Meter:
 
 
 class SetsBackAtTheEnd(Model):
-    """Has numbers of an epoch in every way, without which its end would fail."""
+    """Accumulates numbers over an epoch in every way, without which the hook at its end would fail."""
 
     of_class = 0
 
@@ -542,7 +542,7 @@ class Sums:
 
 
 class SetsBackWhatObjectsHave(Model):
-    """Sets back fields of other objects, arrays, and makes objects anew."""
+    """Resets fields of other objects and arrays at the end of an epoch, and replaces some objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -596,7 +596,7 @@ class SetsBackAtTheStart(SetsBackAtTheEnd):
 
 
 class Notes:
-    """What each process opens anew."""
+    """Has a file that each process opens itself."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_open, self.file = path, False, None
@@ -621,7 +621,7 @@ class Updater:
 
 
 class SetsForTheNextStep(Model):
-    """Sets in late hooks what early ones use, as published code does; a file is opened in each process."""
+    """Sets in late hooks what the next step uses, as published code does; each process opens its own file."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__({"val": True})
@@ -660,7 +660,7 @@ class SetsForTheNextStep(Model):
         self.late_factor = 0.5**self.trainer.current_epoch
 
     def on_validation_epoch_end(self) -> None:
-        self.late_weight = 0.5 / (1 + self.trainer.global_step)  # 0.5 in a sanity check, which a resume leaves out
+        self.late_weight = 0.5 / (1 + self.trainer.global_step)  # 0.5 in a sanity check, which a resume skips
 
 
 class SetsTheLevel(Callback):
@@ -705,7 +705,7 @@ def test_the_time_of_another_process_is_not_put_back(tmp_path: Path) -> None:
 
 
 class Stops(Callback):
-    """Sets what ends a training: a handler of signals, a budget of time, and a disk that is full."""
+    """Sets attributes that can end a training: by a signal handler, a time budget, and a full disk."""
 
     def __init__(self) -> None:
         self.asked_to_stop = self.used_up = False
@@ -804,7 +804,7 @@ def test_a_batch_that_is_trained_again_begins_with_the_numbers_that_it_had(tmp_p
 
 
 class Interrupted(SetsBackAtTheEnd):
-    """Without dictionaries, of which nobody knows what they had before."""
+    """Uses no dictionaries: what they held before the interrupted batch is not known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -835,7 +835,7 @@ class Interrupted(SetsBackAtTheEnd):
 
 
 class CollectsByLabel(Callback):
-    """Whose dictionary and window begin empty, and decide about training."""
+    """Has a dictionary and a window that begin empty, and that change the weights."""
 
     def __init__(self) -> None:
         self.parts: dict[int, list[float]] = {}
@@ -858,7 +858,7 @@ class CollectsByLabel(Callback):
 
 
 class Records(Callback):
-    """Whose list is of this process, for whoever reads it after the training."""
+    """Keeps a list of this process's steps, to be read after the training."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -910,7 +910,7 @@ def test_a_validation_that_begins_anew_begins_with_what_it_had(every: float, tmp
 
 
 class HoldsAPart(Callback):
-    """Whose state_dict leaves out how many steps there were, and what it does not need."""
+    """Has a state_dict without the number of steps, and without a number that is only printed."""
 
     def __init__(self) -> None:
         self.mean, self.count, self.told = 0.0, 0, 0.0
@@ -943,7 +943,7 @@ class HoldsAPartByHooks(HoldsAPart):
 
 
 class CountsInWhole(Model):
-    """A count that decides when an epoch ends, beside a state of the module's."""
+    """Has a count that changes weights at an epoch's end, and that its hook at a save does not save."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -963,7 +963,7 @@ class CountsInWhole(Model):
 
 
 class Lookahead(torch.optim.SGD):
-    """Keeps a count outside of its state."""
+    """An optimizer that keeps a count outside of its state."""
 
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, **options)
@@ -1030,7 +1030,7 @@ def test_what_a_state_leaves_out_is_named_at_the_resume(
     model: type[Model], callback: Any, named: str, tmp_path: Path
 ) -> None:
     def begin() -> Model:
-        InItsClass.rates = rates()  # as a new process does
+        InItsClass.rates = rates()  # as in a new process
         return model()
 
     training = Training(begin, lambda: [callback()] if callback else [])
@@ -1041,7 +1041,7 @@ def test_what_a_state_leaves_out_is_named_at_the_resume(
 
 
 class OneOfTwo(HoldsAPart):
-    """Of which the second does nothing."""
+    """One of two callbacks of this class, of which the second does nothing."""
 
     def __init__(self, which: int) -> None:
         super().__init__()
@@ -1145,7 +1145,7 @@ STOCK: dict[str, Callable[[], list[Any]]] = {
 
 
 class Plain(Model):
-    """Changes nothing that no state holds."""
+    """Changes only what a state holds."""
 
     def note(self, batch: Any, batch_idx: int) -> None:
         pass
@@ -1162,7 +1162,7 @@ def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
 
 
 class Searched(Plain):
-    """Has the attributes that searches before the training set."""
+    """Has the attributes that searches set before the training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1173,7 +1173,7 @@ class Searched(Plain):
 
 
 class Swaps(Plain):
-    """Puts other weights in place for the time of a validation."""
+    """Uses other weights during a validation."""
 
     def __init__(self) -> None:
         super().__init__({"val": True})
@@ -1187,7 +1187,7 @@ class Swaps(Plain):
 
 
 class SetsUp(Plain):
-    """Makes at the start of each training what it needs for it."""
+    """Makes what it needs at the start of each training."""
 
     def on_train_start(self) -> None:
         self.notes_of_run = types.SimpleNamespace(batches=len(self.trainer.train_dataloader), seen=())
@@ -1208,7 +1208,7 @@ def test_what_is_set_before_it_is_read_is_not_named(model: Any, make: Callable[[
 
 
 class Features(Model):
-    """Keeps what a frozen part has made of the batch, in inference mode, where tensors have no version."""
+    """Keeps the features of the batch from a frozen part in inference mode, where tensors have no version."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         with torch.inference_mode():

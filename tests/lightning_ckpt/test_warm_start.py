@@ -76,7 +76,7 @@ def test_what_was_to_fit_and_does_not_is_refused(tmp_path: Path) -> None:
 
 
 class Adapted(Model):
-    """Trains adapters of a frozen model, and saves nothing but them."""
+    """Trains adapters of a frozen model, and saves only them."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)  # the frozen weights are in no checkpoint
