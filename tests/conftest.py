@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. Helpers that are no fixtures live in ``tests/support``."""
+"""Fixtures shared by all tests. Helpers that are not fixtures are in ``tests/support``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import NoReturn
 
 # Before torch is imported: it reads the variable once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Instead of the file in the user's home that processes without a secret make.
+# Without it, processes would create a file with a secret in the user's home.
 os.environ.setdefault("CKPT_SECRET", secrets.token_hex(32))
 
 import pytest
@@ -47,10 +47,10 @@ from tests.support.ports import free_port
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_FILESYSTEM_BYTES = 8 * 2**20
 THREAD_GRACE_SECONDS = 60.0
-#: How long a script may take. That is for those that hang: a busy machine must not fail a test.
+#: Timeout of a script. Long, because only scripts that hang should reach it: a busy machine must not fail a test.
 HANG_SECONDS = 280.0
 
-# A shell that runs the tests in the background ignores the first for them, and nohup the second.
+# A shell that runs pytest in the background lets it ignore SIGINT, and nohup lets it ignore SIGHUP. This undoes that.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
@@ -108,13 +108,13 @@ PROCESS_MODULES = {"subprocess", "multiprocessing", "torch.multiprocessing"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let marked tests run in processes of their own."""
+    """Register the plugin that runs tests marked ``own_process`` in child processes."""
     config.pluginmanager.register(ChildReports(config) if ChildReports.is_needed() else OwnProcesses())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, mark what is derived, skip ``gpu`` where there is none."""
-    is_asked_for = "process" in config.option.markexpr  # finding out takes seconds, in each worker
+    """Sort the longest files first, add the derived markers, skip tests marked ``gpu`` where there is no GPU."""
+    is_asked_for = "process" in config.option.markexpr  # finding them takes seconds, in each worker
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     for item in items:
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _extend(items: list[pytest.Item]) -> None:
-    """Mark ``extended`` the cells that ``extended_cells`` names, and those that ``each_value`` can do without."""
+    """Mark as ``extended`` the cells named by ``extended_cells``, and those that ``each_value`` does not need."""
     tests = collections.defaultdict[str, dict[pytest.Item, set[tuple[str, int]]]](dict)
     for item in items:
         test, _, cell = item.nodeid.partition("[")
@@ -146,7 +146,7 @@ def _extend(items: list[pytest.Item]) -> None:
     for cells in tests.values():
         missing, kept = set[tuple[str, int]]().union(*cells.values()), collections.Counter[tuple[str, int]]()
         while missing:
-            # of those with as many new values, one of whose others there are fewest
+            # the cell with the most new values; of equals, one whose values are in the fewest cells chosen so far
             best = max(cells, key=lambda cell: (len(missing & cells[cell]), -sum(kept[value] for value in cells[cell])))
             kept.update(cells[best])
             missing -= cells.pop(best)
@@ -155,12 +155,12 @@ def _extend(items: list[pytest.Item]) -> None:
 
 
 def pytest_collectstart() -> None:
-    """Look for no garbage while modules are imported: there is next to none."""
+    """Disable garbage collection while modules are imported: there is next to no garbage."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of garbage collections, each of which would take a second."""
+    """Exclude what was imported from garbage collections, each of which would take a second."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -168,13 +168,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no test be behind the commits that others have dated into the future."""
+    """Give each test a new clock of commits, which is not ahead because other tests dated commits into the future."""
     monkeypatch.setattr(commit_time, "_clock", commit_time._Clock())
 
 
 @functools.cache
 def _starts_processes(path: Path) -> bool:
-    """Whether a file of tests, or one of our helpers that it imports, imports what starts processes."""
+    """Return whether a test file, or a helper in ``tests`` that it imports, imports a module that starts processes."""
     seen, left = set[Path](), [path]
     while left:
         file = left.pop()
@@ -201,7 +201,7 @@ def _imports_of(path: Path) -> frozenset[str]:
 
 @pytest.fixture(autouse=True)
 def _torch_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One torch thread, or as many as the marker ``threads`` asks for."""
+    """Run the test with one torch thread, or with as many as the marker ``threads`` asks for."""
     marker = request.node.get_closest_marker("threads")
     before = torch.get_num_threads()
     torch.set_num_threads(marker.args[0] if marker else 1)
@@ -211,13 +211,13 @@ def _torch_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_thread_left_behind() -> Iterator[None]:
-    """Fail a test that leaves one of our threads alive: somebody did not close what they opened."""
+    """Fail a test that leaves one of our threads alive: it did not close what it opened."""
     before = set(threading.enumerate())
     yield
     started = [
         thread
         for thread in threading.enumerate()
-        # what reads signals sleeps for as long as the process lives
+        # the thread that reads signals sleeps for as long as the process lives
         if thread.name.startswith("ckpt-") and thread.name != "ckpt-signals" and thread not in before
     ]
     deadline = time.monotonic() + THREAD_GRACE_SECONDS
@@ -243,7 +243,7 @@ def unavailable() -> Callable[[str], NoReturn]:
 
 @pytest.fixture(params=[SIMULATED, CUDA])
 def accelerator(request: pytest.FixtureRequest, unavailable: Callable[[str], NoReturn]) -> Iterator[Accelerator]:
-    """What a test needs of the device that it runs on: the simulated one, and CUDA where there is a GPU."""
+    """Return the device that a test runs on: the simulated one, and CUDA where there is a GPU."""
     found = CudaAccelerator() if request.param == "cuda" else SimulatedAccelerator(unavailable)
     with found.in_use():
         yield found
@@ -251,7 +251,7 @@ def accelerator(request: pytest.FixtureRequest, unavailable: Callable[[str], NoR
 
 @pytest.fixture
 def anyones_path() -> Iterator[Path]:
-    """Return a directory that every user may reach and write to; those of pytest are its own user's."""
+    """Return a directory that every user may reach and write to; only its own user may reach those of pytest."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o777)
         yield Path(directory)
@@ -259,7 +259,7 @@ def anyones_path() -> Iterator[Path]:
 
 @pytest.fixture
 def small_filesystem(tmp_path: Path, unavailable: Callable[[str], NoReturn]) -> Iterator[Path]:
-    """The root of a real, empty filesystem of 8 MiB, for filling the disk in earnest."""
+    """Return the root of a real, empty filesystem of 8 MiB, which a test can fill."""
     if sys.platform != "linux" or os.geteuid() != 0:
         unavailable("only root on Linux can mount a small filesystem")
     mount_point = tmp_path / "small_filesystem"
@@ -272,7 +272,7 @@ def small_filesystem(tmp_path: Path, unavailable: Callable[[str], NoReturn]) -> 
     try:
         yield mount_point
     finally:
-        # Lazily, so that a test that failed with a file open is reported as itself.
+        # Lazily, so that a test that failed with a file open does not fail here, too, for that reason.
         subprocess.run(["umount", "--lazy", mount_point], check=True, capture_output=True, timeout=HANG_SECONDS)
 
 
@@ -292,7 +292,7 @@ def _mount_ext4(mount_point: Path, image: Path) -> str | None:
 
 
 def _problem_of(command: list[str]) -> str | None:
-    """Run the command; its complaint, or None if it worked."""
+    """Run the command; return its error message, or None if it succeeded."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed"
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_SECONDS)
@@ -307,10 +307,10 @@ def run_script(tmp_path: Path) -> ScriptRunner:
     """Run Python code, or a script file, in a fresh process and return its exit status and output.
 
     ``run_script(script, *args, env=None, cwd=None, timeout=280, check=True)``: ``script`` is source text (indentation
-    is removed) or a :class:`~pathlib.Path`; ``env`` adds to the environment, and None as a value removes; ``cwd`` is
-    the test's ``tmp_path`` unless given; with ``check`` an exit status other than 0 fails the test. The process leads
-    a group of its own. It is killed at the end with all its descendants, also those in sessions of their own, such as
-    the ranks of a launcher.
+    is removed) or a :class:`~pathlib.Path`; ``env`` adds variables to the environment, or removes those whose value is
+    None; ``cwd`` is by default the test's ``tmp_path``; with ``check``, an exit status other than 0 fails the test. The
+    process leads its own process group. In the end it is killed with all its descendants, including those in sessions
+    of their own, such as the ranks of a launcher.
     """
 
     def run(
@@ -352,7 +352,7 @@ def run_script(tmp_path: Path) -> ScriptRunner:
 
 @pytest.fixture(scope="session")
 def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServers]:
-    """The processes to fork from, each of which has imported some modules."""
+    """Return a function that returns a process to fork from, which has imported the given modules."""
     servers: dict[tuple[str, ...], ForkServer] = {}
 
     def get(modules: tuple[str, ...]) -> ForkServer:
@@ -368,11 +368,11 @@ def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServe
 
 @pytest.fixture
 def fork_script(tmp_path: Path, fork_servers: ForkServers) -> ScriptRunner:
-    """``run_script`` for code that may be forked from a process that has imported for it, which saves seconds.
+    """Run a script like ``run_script``, but forked from a process that has imported its modules, which saves seconds.
 
     ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=280, check=True)``: ``modules``
-    is what has been imported; with ``ranks`` so many processes run the script, with the variables that a launcher would
-    set, and the results are those of all. Everything else is as for ``run_script``.
+    have been imported; with ``ranks``, that many processes run the script, with the variables that a launcher would
+    set, and the result is that of all of them. Everything else is as for ``run_script``.
     """
 
     def run(
@@ -396,7 +396,7 @@ def fork_script(tmp_path: Path, fork_servers: ForkServers) -> ScriptRunner:
             environments=[_script_environment({**launched, **changes}) for launched in _launcher_variables(ranks)],
             timeout=timeout,
         )
-        if outcome.status:  # looking at all processes takes as long as a short script
+        if outcome.status:  # only then: looking at all processes takes as long as a short script
             kill_all(mark)
         _judge(
             outcome.status, outcome.stdout, outcome.stderr, timed_out=outcome.timed_out, timeout=timeout, check=check
@@ -435,5 +435,5 @@ def _script_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 def _kill_tree(process: subprocess.Popen[str], mark: dict[str, str]) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # the first: a launcher would tidy up after its ranks
+        os.killpg(process.pid, signal.SIGKILL)  # a launcher first: it would clean up after its ranks
     kill_all(mark)

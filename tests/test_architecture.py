@@ -1,4 +1,4 @@
-"""The order of the modules: imports only go down, there is no circle, and none is hidden in a string."""
+"""The order of the modules: imports only go down, there is no circle of imports, and none is hidden in a string."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 
 # The fsspec backends are extras: ckpt_core reaches them through fsspec alone.
 THIRD_PARTY_OF_CORE = {"fsspec", "numpy", "stamina", "torch", "xxhash"}
-# What only one module may import, where it is used and installed: clients that a user asks for by an extra.
+# Packages of extras, which only this module of ckpt_core may import, where it uses them and if they are installed.
 OPTIONAL_OF_MODULE = {
     "storage": {"aiobotocore", "azure", "botocore", "obstore"},
     "cli": {"tqdm"},
@@ -68,9 +68,9 @@ FRAMEWORKS_OF = {
     "lightning_ckpt": {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"},
     "accelerate_ckpt": {"accelerate", "transformers"},
 }
-# Which of our packages one may import, beside itself.
+# The other packages of ours that a package may import.
 BELOW = {"ckpt_async": {"ckpt_core"}, "lightning_ckpt": {"ckpt_core", "ckpt_async"}, "accelerate_ckpt": {"ckpt_core"}}
-# Plugins and asynchronous training know neither storage nor anything private.
+# Plugins and asynchronous training may import neither storage nor anything private.
 HIDDEN_FROM_PLUGINS = {"storage"}
 
 
@@ -84,7 +84,7 @@ def modules_under(root: Path) -> dict[str, Path]:
 
 
 def nodes_of(path: Path, words: str) -> Iterator[ast.AST]:
-    """What is in the file, or nothing where none of the words, a regular expression, is: to parse all takes seconds."""
+    """Yield the nodes of a file, or none if the regular expression matches nowhere: parsing all takes seconds."""
     text = path.read_text(encoding="utf-8")
     return ast.walk(ast.parse(text)) if re.search(words, text) else iter(())
 
@@ -95,7 +95,7 @@ def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
 
 
 def imports_of(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
-    """Line and name of each module imported anywhere in the file: at the top, in functions and for types only."""
+    """Yield line and name of each module imported anywhere in a file: at the top, in functions, and for types only."""
     for node in import_statements(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -176,11 +176,11 @@ def circles(root: Path) -> list[str]:
 
 
 def hidden_imports(root: Path) -> list[str]:
-    """Calls that import a module of ours by its name as text, which neither the order nor the circles would show."""
+    """Return calls that import a module of ours by a string, which the checks of order and circles do not see."""
     found = []
     for path in modules_under(root).values():
         if path.name == "__init__.py":
-            continue  # names that a package loads when they are first used
+            continue  # a package may load names when they are first used
         for node in nodes_of(path, "import_module|__import__"):
             called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
             if called not in ("import_module", "__import__"):
@@ -194,7 +194,7 @@ def hidden_imports(root: Path) -> list[str]:
 
 
 def uses_of_devices(root: Path) -> list[str]:
-    """Places outside of ``_devices`` that ask which accelerator it is, or use one of them by name."""
+    """Return places outside of ``_devices`` that ask which accelerator a tensor is on, or use one by name."""
     kinds = {"cuda", "xpu", "mps", "hpu", "npu", "mtia"}
     names = kinds | {"Stream", "Event", "accelerator", "get_device_module"}
     found = []
@@ -215,7 +215,7 @@ def uses_of_devices(root: Path) -> list[str]:
 
 
 def private_names_of_lightning(root: Path) -> list[str]:
-    """Places outside of ``lightning_ckpt/_private`` that use a private name of a Trainer, a strategy or a Fabric."""
+    """Return places outside of ``lightning_ckpt/_private`` that use a private name of a Trainer, strategy or Fabric."""
     found = []
     for path in modules_under(root).values():
         package, folder = (*path.relative_to(root).parts, "")[:2]
@@ -225,7 +225,7 @@ def private_names_of_lightning(root: Path) -> list[str]:
             if isinstance(node, ast.Attribute):
                 owner, name = node.value, node.attr
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-                owner, name = node.args[0], str(getattr(node.args[1], "value", ""))  # if it is written here
+                owner, name = node.args[0], str(getattr(node.args[1], "value", ""))  # if it is a literal
             else:
                 continue
             of_lightning = ast.unparse(owner).rpartition(".")[2].strip("_") in ("trainer", "strategy", "fabric")
@@ -241,7 +241,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def needless_lists(root: Path, public: set[str]) -> list[str]:
-    """Modules with an ``__all__`` although nobody outside is promised a name of theirs, and they hand none on."""
+    """Return modules with an ``__all__`` although they are not public, and re-export no imported name."""
     found = []
     for module, path in modules_under(root).items():
         text = path.read_text(encoding="utf-8")
@@ -268,7 +268,7 @@ def modules_in_the_docs() -> set[str]:
 
 
 def lost_in_the_page(root: Path, page: str) -> list[str]:
-    """Modules directly in a package that the page on the architecture does not name, and those that it invents."""
+    """Return modules directly in a package that docs/architecture.md does not name, and names there without a module."""
     named = {name for name in re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", page) if not name.startswith("tests/")}
     files = [path.relative_to(root).as_posix() for package in PACKAGES for path in (root / package).rglob("*.py")]
     modules = {"/".join(file.split("/")[:2]) + "/" * (file.count("/") > 1) for file in files}

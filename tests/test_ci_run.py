@@ -1,4 +1,4 @@
-"""What CI runs: both verdicts count, and whoever aborts it leaves nothing running."""
+"""``.ci/run``, which CI runs: lint and tests both count, and an aborted run leaves no process running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = ROOT / ".ci" / "run"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project of nothing but the targets that CI makes."""
+    """Return a project to which :func:`start` adds a Makefile with only the targets that CI makes."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(RUN, tmp_path / ".ci")
     servers = tmp_path / ".ci" / "install_servers"
@@ -62,7 +62,7 @@ def test_it_runs_make_test_as_it_is_and_another_job_what_that_leaves_out(
     assert any(marker.startswith("extended:") for marker in pytestconfig.getini("markers"))
     output, _ = start(project, "true", "echo \"3 passed in 1.0s: '$(MARKS)'\"").communicate(timeout=60)
     assert "3 passed in 1.0s: ''\n" in output
-    # as without the make that runs this test, whose variables it would be given
+    # without the variables that a make which runs this test would pass on
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "MARKS"))}
     for command, marks in (
         (["make", "-n", "test"], "not slow and not extended"),
@@ -87,6 +87,6 @@ def test_an_aborted_run_leaves_nothing_running(project: Path, number: signal.Sig
     run.send_signal(number)
     for name in ("lint", "test"):
         with (project / f"{name}.lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # what make has started holds it, for as long as it lives
+            fcntl.flock(file, fcntl.LOCK_EX)  # held by what make has started, until that ends
     run.communicate()
     assert run.returncode == 128 + number

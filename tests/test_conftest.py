@@ -115,7 +115,7 @@ def test_a_script_that_dies_before_it_begins_is_not_waited_for(fork_servers: For
     started = fork_servers(CORE).start(tmp_path / "script.py", tmp_path / "no such folder" / "log", {})
     assert started.stdout.read() == ""
     with pytest.raises(BrokenPipeError):
-        while True:  # until the server has closed what it has of it
+        while True:  # until the server has closed its end of the pipe
             print("for nobody", file=started.stdin, flush=True)
             time.sleep(0.01)
     started.end()
@@ -248,8 +248,8 @@ def test_a_script_leaves_no_descendants_in_other_sessions(any_script: ScriptRunn
     status = Path(f"/proc/{int(done.stdout)}/stat")
 
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while status.read_text().rpartition(")")[2].split()[0] != "Z":  # nobody may have reaped it yet
-            time.sleep(0.01)  # it was killed, and has not come to its end
+        while status.read_text().rpartition(")")[2].split()[0] != "Z":  # or a zombie, not reaped yet
+            time.sleep(0.01)  # it was killed, but has not ended yet
 
 
 def test_a_port_is_given_to_one_test_alone_until_its_server_listens() -> None:

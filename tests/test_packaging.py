@@ -18,7 +18,7 @@ DISTRIBUTION = "ckpt-plugins"
 PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "ckpt_core" / "__init__.py").read_text(), re.MULTILINE)[1]
 
-# What ckpt_core must work without: everything but its five dependencies and what those need themselves.
+# Packages that ckpt_core must work without: all except its five dependencies and theirs.
 NOT_FOR_CORE = (
     "accelerate",
     "adlfs",
@@ -57,7 +57,7 @@ def metadata(unavailable) -> importlib.metadata.PackageMetadata:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the tree, because building writes beside the sources."""
+    """Return a wheel built from a copy of the tree, because building writes next to the sources."""
     tree = tmp_path_factory.mktemp("tree")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -157,7 +157,7 @@ EXPORTED = {
         "warm_start",
     },
 }
-# Where a name may come without being listed there: users may import it from here, too.
+# Names that users may import from these modules, too, whether or not ``__all__`` lists them there.
 ALSO_THERE = {
     "ckpt_core.tiers": {"MemoryTier", "Tiers"},
     "ckpt_core.directory": {"DirectoryCheckpoint", "DirectoryCheckpointer"},

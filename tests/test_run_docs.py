@@ -1,4 +1,4 @@
-"""``tools/run_docs.py`` notices examples that do not work."""
+"""``tools/run_docs.py`` fails on examples that do not work."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_who_asks_at_once_gets_one_server_that_runs_until_the_last_has_left(
     askers = [ask(tmp_path, kind), ask(tmp_path, kind, "fork")]
     (endpoint, bucket), (other_endpoint, other_bucket) = map(answer, askers)
     assert endpoint == other_endpoint and bucket != other_bucket
-    askers[0].kill()  # SIGKILL: it cannot say that it leaves
+    askers[0].kill()  # SIGKILL: it cannot release the server itself
     askers[0].communicate()
     assert is_up(endpoint)
     pool = ServerPool(tmp_path)

@@ -1,4 +1,4 @@
-"""The site of the documentation is built of pages that a browser can show."""
+"""The documentation's site builds, and its reference shows names instead of the markup of docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each message that a user may meet has its entry in docs/troubleshooting.md, and each entry its message."""
+"""Each message that a user may see has an entry in docs/troubleshooting.md, and each entry has a message."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt", "ckpt_async")
-MOST_MESSAGES = 8  # of one entry: what fits more says nothing about any
-FEWEST_LETTERS = 8  # what has fewer passes another message on
+MOST_MESSAGES = 8  # that one entry may cover: one that fits more explains none
+FEWEST_LETTERS = 8  # a text with fewer only passes another message on
 
 
 def errors() -> set[str]:
@@ -23,7 +23,7 @@ def errors() -> set[str]:
 
 
 def text_of(node: ast.expr) -> str:
-    """The text of a message, with … for what is put in."""
+    """Return the text of a message, with … for each value put into it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%(?:#x|[sd.f0-9]+)", "…", node.value)
     if isinstance(node, ast.JoinedStr):
@@ -34,12 +34,12 @@ def text_of(node: ast.expr) -> str:
 
 
 def all_messages() -> Iterator[tuple[str, str]]:
-    """Place and text of each error of ours that is made, each warning, and what the preflight returns."""
+    """Yield place and text of each of our errors, each warning, and each message that the preflight returns."""
     ours = errors()
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if path.name == "preflight.py" and isinstance(node, ast.Return) and node.value is not None:
-                # whoever asks warns of it
+                # its caller warns with this text
                 text = text_of(node.value.orelse if isinstance(node.value, ast.IfExp) else node.value)
             elif not isinstance(node, ast.Call) or not node.args:
                 continue
