@@ -268,7 +268,7 @@ def modules_in_the_docs() -> set[str]:
 
 
 def lost_in_the_page(root: Path, page: str) -> list[str]:
-    """Return modules directly in a package that docs/architecture.md does not name, and names there without a module."""
+    """Return modules directly in a package that docs/architecture.md does not name, and names on it without a file."""
     named = {name for name in re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", page) if not name.startswith("tests/")}
     files = [path.relative_to(root).as_posix() for package in PACKAGES for path in (root / package).rglob("*.py")]
     modules = {"/".join(file.split("/")[:2]) + "/" * (file.count("/") > 1) for file in files}

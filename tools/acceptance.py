@@ -1,11 +1,11 @@
-"""Run Lightning's own checkpoint tests with each of our ``CheckpointIO`` plugins as the default one.
+"""Run Lightning's own checkpoint tests with each of our ``CheckpointIO`` plugins as the default plugin.
 
-They run with the Lightning that is installed: with Lightning's own plugin in an environment without this project
-(stock), the same where it is installed and not used, with ``SyncCheckpointIO`` and with ``AsyncCheckpointIO``.
-Whatever passes on stock must pass in the other rows; if something does not, the exit status is 1 and it is named. Two
-more runs only inform: one has ``ResumableCheckpoint`` in the place of ``ModelCheckpoint`` too; and one takes away the
-waiting for small states from ``AsyncCheckpointIO``: the models of these tests are all small. Logs and results are
-kept in ``.acceptance/``.
+The tests run with the installed Lightning: with Lightning's own plugin in an environment without this project (stock),
+the same with this project installed but not used, with ``SyncCheckpointIO`` and with ``AsyncCheckpointIO``. Every test
+that passes on stock must pass in the other rows; otherwise it is listed, and the exit status is 1. Two more runs are
+for information only: one also replaces ``ModelCheckpoint`` by ``ResumableCheckpoint``, and in one
+``AsyncCheckpointIO`` does not wait for small states, because the models of these tests are all small. Logs and results
+are kept in ``.acceptance/``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IOS = {
     RESUMABLE: "lightning_ckpt:AsyncCheckpointIO",
     NEVER_WAITING: "lightning_ckpt:AsyncCheckpointIO",
 }
-# All tests of these, below tests/tests_pytorch.
+# Files and folders below tests/tests_pytorch of which all tests run.
 ABOUT_CHECKPOINTS = (
     "checkpointing",
     "callbacks/test_model_checkpoint_additional_cases.py",
@@ -53,7 +53,7 @@ ABOUT_CHECKPOINTS = (
     "trainer/connectors/test_checkpoint_connector.py",
     "trainer/connectors/test_signal_connector.py",
 )
-# Those tests of these whose names speak of checkpoints.
+# Files and folders of which only the tests run whose names match KEYWORDS.
 TOUCHING_CHECKPOINTS = (
     "callbacks",
     "core/test_datamodules.py",
@@ -66,7 +66,7 @@ TOUCHING_CHECKPOINTS = (
     "utilities/migration",
 )
 KEYWORDS = "ckpt or checkpoint or resume or restor or restart or state"
-# What the tests import and the development environment does not have: pinned, and kept out of that environment.
+# Packages that the tests import and the development environment lacks: pinned, and installed outside of it.
 EXTRA_PACKAGES = {
     "tensorboardX": ("tensorboardX==2.6.5", "protobuf==7.36.2"),
     "sklearn": ("scikit-learn==1.9.1", "scipy==1.17.1", "joblib==1.6.0", "narwhals==2.28.0", "threadpoolctl==3.8.0"),
@@ -75,7 +75,7 @@ PACKAGES = OUTPUT / "packages"
 
 
 class AcceptanceError(Exception):
-    """The tests could not be run, so nothing is known."""
+    """The tests could not be run, so there is no result."""
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ class Run:
     seconds: float = 0.0
 
     def read(self, results: Path) -> None:
-        """Add what the pytest plugin recorded."""
+        """Add the outcomes and calls that the pytest plugin recorded."""
         for line in results.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             if "calls" in record:
@@ -109,7 +109,7 @@ class Run:
                 self.errors.add(record["test"])
 
     def lost(self, stock: Run) -> list[str]:
-        """The tests that do worse here than on ``stock``."""
+        """Return the tests that pass on ``stock`` but not here, and those with an error only here."""
         unfinished_or_failed = stock.passed - self.passed
         new_errors = self.errors - stock.errors
         return sorted(unfinished_or_failed | new_errors)
@@ -143,7 +143,7 @@ def selections(tests: Path, *, whole: bool) -> dict[str, list[str]]:
     about = [str(folder / name) for name in ABOUT_CHECKPOINTS if name not in missing]
     touching = [str(folder / name) for name in TOUCHING_CHECKPOINTS if name not in missing]
     if not any((tests / "legacy" / "checkpoints").rglob("*.ckpt")):
-        # They need files that are downloaded separately, and only load them, past any plugin.
+        # They need files that are downloaded separately, and load them without any plugin.
         about.append(f"--ignore={folder / 'checkpointing' / 'test_legacy_checkpoints.py'}")
     touching += ["-k", KEYWORDS, *(f"--ignore={path}" for path in about if not path.startswith("--"))]
     return {"about checkpoints": about, "touching checkpoints": touching}
@@ -174,7 +174,7 @@ def run_tests(name: str, tests: Path, python: str | Path, extra: list[str], *, w
             "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT / "tools", tests, PACKAGES))),
         }
         command = [str(python), "-m", "pytest", "-p", "acceptance_plugin", "-p", "no:cacheprovider", "-q", "-ra"]
-        # Neither the checkout's settings nor ours: the same for every version.
+        # Neither the checkout's settings nor ours, so that they are the same for every version.
         command += ["-c", os.devnull, f"--rootdir={tests}", f"--timeout={TEST_TIMEOUT_SECONDS}", "--tb=short"]
         command += [f"--basetemp={output / 'tmp'}", *arguments, *extra]
         with log.open("w", encoding="utf-8") as file:
@@ -200,7 +200,7 @@ def run_tests(name: str, tests: Path, python: str | Path, extra: list[str], *, w
 
 
 def report(runs: dict[str, Run]) -> bool:
-    """Print the table and what is lost; return whether nothing is, apart from the run that only informs."""
+    """Print the table and the lost tests; return whether there are none, apart from the runs for information."""
     print("\n| default plugin | passed | failed | errors | skipped | saves | loads | removals | time |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, run in runs.items():

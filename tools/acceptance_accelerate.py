@@ -1,9 +1,9 @@
 """Run Accelerate's own tests with ``save_state`` and ``load_state`` replaced by ours.
 
-They run with the Accelerate that is installed: in an environment without this project (stock), then with each of our
-strategies installed for every Accelerator. Whatever passes on stock must pass with ours; if something does not, the
-exit status is 1 and it is named. One more run, which only informs, takes away the waiting for small states: the models
-of these tests are all small. Logs and results are kept in ``.acceptance/``.
+The tests run with the installed Accelerate: in an environment without this project (stock), then with each of our
+strategies installed for every Accelerator. Every test that passes on stock must pass with ours; otherwise it is listed,
+and the exit status is 1. One more run, for information only, does not wait for small states, because the models of
+these tests are all small. Logs and results are kept in ``.acceptance/``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stock_environment import StockEnvironmentError, make_stock_environment
 ROOT = Path(__file__).resolve().parents[1]
 NEVER_WAITING = "async never waiting"
 STRATEGIES = {"stock": "", "sync": "sync", "async": "async", "sharded": "sharded", NEVER_WAITING: "async"}
-# All tests of these, below tests/.
+# Files below tests/ of which all tests run.
 FILES = (
     "test_accelerator.py",
     "test_cpu.py",
@@ -33,9 +33,9 @@ FILES = (
     "test_scheduler.py",
     "test_state_checkpointing.py",
 )
-# Compares the free memory of the whole machine before and after: what other programs do decides.
+# Compares the free memory of the whole machine before and after, so the result depends on other programs.
 NOT_COUNTED = "test_accelerator.py::AcceleratorTester::test_free_memory_dereferences_prepared_components"
-# Two processes; Accelerate keeps these in its package, and starts them from a script that needs several GPUs.
+# Tests on two processes, which Accelerate keeps in its package and starts only from a script that needs several GPUs.
 TWO_PROCESSES = Path(__file__).with_name("acceptance_accelerate_processes.py")
 EXTRA_PACKAGES = {"parameterized": "parameterized==0.9.0", "pytest_subtests": "pytest-subtests==0.15.0"}
 PACKAGES = OUTPUT / "packages"
@@ -92,7 +92,7 @@ def run_tests(name: str, tests: Path, python: str | Path, extra: list[str]) -> R
         "-q",
         "-ra",
     ]
-    # Neither the checkout's settings nor ours: the same for every version.
+    # Neither the checkout's settings nor ours, so that they are the same for every version.
     command += ["-c", os.devnull, f"--rootdir={tests}", f"--timeout={TEST_TIMEOUT_SECONDS}", "--tb=short"]
     command += [f"--deselect={NOT_COUNTED}"]
     command += [f"--basetemp={output / 'tmp'}", *(str(tests / file) for file in FILES if file not in missing)]
@@ -121,7 +121,7 @@ def run_tests(name: str, tests: Path, python: str | Path, extra: list[str]) -> R
 
 
 def report(runs: dict[str, Run]) -> bool:
-    """Print the table and what is lost; return whether nothing is, apart from the run that only informs."""
+    """Print the table and the lost tests; return whether there are none, apart from the run for information."""
     print("\n| methods | passed | failed | errors | skipped | saves | loads | time |")
     print("|---|---|---|---|---|---|---|---|")
     for name, run in runs.items():

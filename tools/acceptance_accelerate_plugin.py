@@ -1,4 +1,4 @@
-"""PYTEST_DONT_REWRITE. What makes Accelerate's own tests use our ``save_state`` and ``load_state``.
+"""PYTEST_DONT_REWRITE. Makes Accelerate's own tests use our ``save_state`` and ``load_state``.
 
 A pytest plugin that installs the strategy named in ``ACCEPTANCE_STRATEGY`` for every Accelerator of this process, and
 of those that the tests fork, and appends the outcome of every phase of every test to the file named in

@@ -1,4 +1,4 @@
-"""Accelerate's tests of stateful loaders on two processes, which it only runs where there are several GPUs."""
+"""Runs Accelerate's tests of stateful loaders on two processes; Accelerate itself needs several GPUs for them."""
 
 from __future__ import annotations
 

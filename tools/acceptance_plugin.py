@@ -1,11 +1,10 @@
-"""PYTEST_DONT_REWRITE. What makes Lightning's own tests use one of our ``CheckpointIO`` plugins by default.
+"""PYTEST_DONT_REWRITE. Makes Lightning's own tests use one of our ``CheckpointIO`` plugins by default.
 
-Every Python process of a test run installs the hook below (through ``sitecustomize``, because tests spawn processes):
-when ``lightning.pytorch`` has been imported, the class named in ``ACCEPTANCE_IO`` takes the place of
-``TorchCheckpointIO`` everywhere, in the strategies' default as well as in what the tests import, and the class named in
-``ACCEPTANCE_CALLBACK``, if there is one, that of ``ModelCheckpoint``. In the pytest process
-this module is also a plugin that appends the outcome of every phase of every test to the file named in
-``ACCEPTANCE_RESULTS``.
+Every Python process of a test run installs the hook below (through ``sitecustomize``, because tests spawn processes).
+Once ``lightning.pytorch`` has been imported, the class named in ``ACCEPTANCE_IO`` replaces ``TorchCheckpointIO``
+everywhere, in the strategies' default as well as in what the tests import, and the class named in
+``ACCEPTANCE_CALLBACK``, if any, replaces ``ModelCheckpoint``. In the pytest process, this module is also a plugin that
+appends the outcome of every phase of every test to the file named in ``ACCEPTANCE_RESULTS``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ calls: collections.Counter[str] = collections.Counter()
 
 
 class _AfterLightning(importlib.abc.MetaPathFinder):
-    """Lets Lightning's first import run as usual, and swaps then: nothing is imported by a process that does not."""
+    """Swaps after Lightning's first import, which runs as usual; a process without that import imports nothing."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "lightning.pytorch":
@@ -53,12 +52,12 @@ class _AfterLightning(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Wait for Lightning to be imported in this process."""
+    """Arrange for the swap when Lightning is imported in this process."""
     sys.meta_path.insert(0, _AfterLightning())
 
 
 def _bridge_versions() -> None:
-    """Tests of the development version of Lightning import this name, which a release may not have yet."""
+    """Define a name that tests of Lightning's development version import, and that a release may not have yet."""
     from lightning.pytorch.utilities import imports
 
     if not hasattr(imports, "_TORCH_GREATER_EQUAL_2_11"):
@@ -89,7 +88,7 @@ def _swap_callback(name: str) -> None:
 
     module_name, class_name = name.split(":")
     ours, replaced = getattr(importlib.import_module(module_name), class_name), stock.ModelCheckpoint
-    # It is part of the key of the callback's state.
+    # The name of the class is part of the key of the callback's state.
     ours.__name__ = ours.__qualname__ = replaced.__qualname__
     setattr(sys.modules[ours.__module__], ours.__name__, ours)
     for module in list(sys.modules.values()):
@@ -104,7 +103,7 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
         calls[name] += 1
         if name == "save_checkpoint" and isinstance(torch.save, mock.NonCallableMock):
-            # Tests count saves by the calls of torch.save, which our plugins do not use. The save itself is done, too.
+            # Tests count saves by calls of torch.save, which our plugins do not use. The real save follows.
             torch.save({}, io.BytesIO())
         return method(*args, **kwargs)
 
@@ -112,7 +111,7 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pytest_configure(config: Any) -> None:
-    """Know the marker of a plugin (pytest-rerunfailures) that is not needed: a rerun would hide a race."""
+    """Register the marker of pytest-rerunfailures, which is not used: a rerun would hide a race."""
     config.addinivalue_line("markers", "flaky(reruns): ignored, every test runs once")
 
 

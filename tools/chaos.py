@@ -1,11 +1,11 @@
-"""Kill trainings again and again, and check after every kill that nothing that was saved is lost.
+"""Kill trainings again and again, and check after every kill that no saved state is lost.
 
     python tools/chaos.py --kills 1000
     python tools/chaos.py --kills 100 --only lightning-async-local,accelerate-sharded-s3
 
 Each run is a real training with Lightning or Accelerate, with one or two ranks, that saves to a local disk or to an S3
-server which is started for it. It is killed with SIGKILL, most often inside a save, and resumed, several times over,
-and must end with every bit of a run that was never killed. Exits with 1 if anything is wrong.
+server that is started for it. It is killed with SIGKILL, most often inside a save, and resumed, several times over,
+and must end with the same bits as a run that was never killed. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Kill asynchronous trainings again and again, and judge every checkpoint by the model's own count of its samples.
+"""Kill asynchronous trainings again and again, and check each checkpoint by the model's own count of its samples.
 
     python tools/chaos_cut.py --kills 250
 
 Each training is a coordinator, parameter servers and workers, real processes that talk over sockets. All of them are
-killed with SIGKILL at a random instant and started again from the newest checkpoint: with unaligned and aligned cuts,
-with messages that arrive in any order and twice, with a straggler, with other numbers of servers and workers, with
-snapshots back to back. Exits with 1 if anything is wrong.
+killed with SIGKILL at a random instant and restarted from the newest checkpoint: with unaligned and aligned cuts, with
+messages that are reordered and duplicated, with a straggler, with different numbers of servers and workers than before,
+with snapshots back to back. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find lines that are too long in Markdown and in Python: tables, code and addresses may be."""
+"""Find lines of Markdown and Python that are too long; tables, code blocks and addresses may be longer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 COLUMNS = 120
-SCRIPTS = ("tests/", "benchmarks/")  # which hold long scripts and tables
+SCRIPTS = ("tests/", "benchmarks/")  # these contain long scripts and tables
 
 
 def long_lines(path: Path) -> Iterator[int]:
@@ -23,7 +23,7 @@ def long_lines(path: Path) -> Iterator[int]:
 
 
 def main(names: list[str]) -> int:
-    """Print the places; in all tracked files but scripts without ``names``."""
+    """Print the long lines of the files ``names``, by default of all tracked files outside of ``SCRIPTS``."""
     if not names:
         done = subprocess.run(["git", "ls-files", "*.md", "*.py"], check=True, capture_output=True, text=True)
         names = [name for name in done.stdout.splitlines() if not name.startswith(SCRIPTS) and Path(name).is_file()]

@@ -1,10 +1,10 @@
-"""Simulates training jobs that fail, and says how much of their time is training: goodput, and work that was lost.
+"""Simulates training jobs that fail, and prints which share of their time is useful (goodput) and what work is lost.
 
-Failures strike at random (exponential, each rank on its own, and one stops the job). A save stops training for its
-stall, is durable after its commit, and a failure goes back to the last durable one, after a restart, in which failures
-strike, too. ``auto`` is the interval that ``interval="auto"`` chooses (``ckpt_core.policies.SaveInterval``). A memory
-tier holds a snapshot that survives a share of the failures; just-in-time checkpoints save what the ranks that survive
-hold, at a share of the failures, so that a step is lost. Both are modelled here, not measured.
+Failures are random (exponential, independent on each rank; one stops the job). A save stops training for its stall and
+is durable after its commit. A failure sends the job back to the last durable checkpoint, after a restart, during which
+failures happen, too. ``auto`` is the interval that ``interval="auto"`` chooses (``ckpt_core.policies.SaveInterval``). A
+memory tier holds a snapshot that survives a share of the failures. Just-in-time checkpoints save the state of the ranks
+that survive, at a share of the failures, so that at most a step is lost. Both are modelled here, not measured.
 
     python tools/goodput.py --ranks 1,1024,16384 --stall 0.5 --commit 30
     python tools/goodput.py --plot docs/images/goodput.svg
@@ -30,21 +30,21 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a job does and what becomes of it; all times in seconds.
+    """A job, its saves and its failures; all times in seconds.
 
     Attributes:
         mtbf: Mean time between failures of the whole job.
         interval: Work between two saves to disk.
-        stall: For which a save stops the training.
-        commit: From then until the checkpoint is durable.
-        restart: From a failure until training continues, loading included.
-        step: A training step.
-        just_in_time: Share of the failures after which the other ranks save what they hold.
-        just_in_time_save: For which that delays the restart.
+        stall: How long a save stops the training.
+        commit: Time from the end of the stall until the checkpoint is durable.
+        restart: Time from a failure until training continues, loading included.
+        step: Duration of a training step.
+        just_in_time: Share of the failures after which the other ranks save their state.
+        just_in_time_save: How long that save delays the restart.
         memory_every: Work between two snapshots in memory; None: there are none.
-        memory_stall: For which one stops the training.
-        memory_survives: Share of the failures that it survives.
-        memory_restart: ``restart`` from memory.
+        memory_stall: How long a snapshot stops the training.
+        memory_survives: Share of the failures that a snapshot survives.
+        memory_restart: ``restart`` if it is from a snapshot in memory.
     """
 
     mtbf: float
@@ -63,13 +63,13 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
-        goodput: Share of the time that was training that counts.
-        lost: Work that was done again, in seconds per day.
+        goodput: Share of the time that was spent on work that was not lost.
+        lost: Work that was repeated, in seconds per day.
         stalls: Time for which saves stopped the training, in seconds per day.
-        failures: Per day.
+        failures: Failures per day.
     """
 
     goodput: float
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def simulate(job: Job, work: float, seed: int = 1) -> Outcome:
-    """Return what becomes of a job until it has done so many seconds of work."""
+    """Return the outcome of a job that runs until it has done so many seconds of work."""
     chance = random.Random(seed)
 
     def fails_after() -> float:
@@ -87,7 +87,7 @@ def simulate(job: Job, work: float, seed: int = 1) -> Outcome:
 
     wall = position = durable = in_memory = lost = stalls = 0.0
     failures = 0
-    under_way: tuple[float, float] | None = None  # durable at, position
+    under_way: tuple[float, float] | None = None  # when it is durable, and its position
     next_save, next_memory = job.interval, job.memory_every or math.inf
     failure = fails_after()
     in_cycle = 0 if job.memory_every is None else math.ceil(job.interval / job.memory_every) - 1
@@ -103,7 +103,7 @@ def simulate(job: Job, work: float, seed: int = 1) -> Outcome:
             durable, under_way = under_way[1], None
         if failure >= end:
             wall, position, stalls = end, min(next_save, next_memory, work), stalls + stall
-            if saves:  # cycles in which nothing happens are all alike
+            if saves:  # skips cycles without a failure, which are all alike
                 alike = max(0, min(int((failure - wall) / cycle), int((work - position) / job.interval)) - 1)
                 wall, position, stalls = (
                     wall + alike * cycle, position + alike * job.interval, stalls + alike * stalls_of_cycle
@@ -145,7 +145,7 @@ def policies(ranks: int, options: argparse.Namespace) -> dict[str, Job]:
         return SaveInterval(mtbf=mtbf / (1 - covered)).choose(options.stall, options.commit, mtbf)[0]
 
     def stopped(interval: float) -> dict[str, Any]:
-        # without a background, training stands still until the checkpoint is durable
+        # a save that is not in the background stops training until the checkpoint is durable
         return {**common, "stall": options.stall + options.commit, "commit": 0.0, "interval": interval, "mtbf": mtbf}
 
     survives = 0.9
@@ -159,11 +159,11 @@ def policies(ranks: int, options: argparse.Namespace) -> dict[str, Job]:
 
 
 def table(options: argparse.Namespace) -> dict[int, dict[str, Outcome]]:
-    """Return what becomes of each job for each number of ranks."""
+    """Return the outcome of each job for each number of ranks."""
     found: dict[int, dict[str, Outcome]] = {}
     for ranks in options.ranks:
         jobs = policies(ranks, options)
-        # long enough to see failures where they are seldom
+        # long enough to see failures where they are rare
         work = max(options.days * DAY, 500 * next(iter(jobs.values())).mtbf)
         found[ranks] = {name: simulate(job, work, options.seed) for name, job in jobs.items()}
     return found
@@ -216,7 +216,7 @@ def _above_0(text: str) -> float:
 
 
 def main() -> None:
-    """Print a table; with ``--plot``, draw it too."""
+    """Print a table of goodput; with ``--plot``, also draw it."""
     parser = argparse.ArgumentParser(description="Simulate the goodput of jobs that fail.")
     parser.add_argument("--ranks", type=_numbers_of_ranks, default=list(RANKS), help="numbers of them: 64,1024")
     parser.add_argument("--stall", type=_above_0, default=0.5, help="seconds for which a save stops the training")

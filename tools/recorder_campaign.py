@@ -1,13 +1,13 @@
-"""Resumes many trainings, judges each resume from outside, and compares that with what the user was told.
+"""Resume many trainings, judge each resume from outside, and compare that with what the user was warned about.
 
     python tools/recorder_campaign.py
     python tools/recorder_campaign.py --only "loader: stream" --frameworks lightning --points middle epoch-end
     python tools/recorder_campaign.py --device cuda
 
 Each case trains once without interruption and is resumed from several points, in processes of their own. A resume that
-is not exact has to be said, by a Python warning or by the flight recorder, and one that is exact must be silent. Cases
-whose packages are not installed are skipped by name (`pip install datasets webdataset litdata`; mosaicml-streaming
-wants an older environment). Exits with 1 if a resume was silently inexact, falsely warned of, or crashed.
+is not exact must be warned about, by Python or by the flight recorder, and an exact resume must not. Cases whose
+packages are not installed are skipped and listed (`pip install datasets webdataset litdata`; mosaicml-streaming needs
+an older environment). Exits with 1 if a resume was silently inexact, falsely warned about, or crashed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if "--device" in sys.argv[:-1]:  # before anything asks for it
+if "--device" in sys.argv[:-1]:  # before any module reads it
     os.environ["CAMPAIGN_DEVICE"] = sys.argv[sys.argv.index("--device") + 1]
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself could not be forked
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that asked CUDA instead could not be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.campaign import judging
@@ -46,7 +46,7 @@ def _load(framework: str) -> tuple[Mapping[str, Any], Mapping[str, Any], Any]:
 
 
 def main() -> int:
-    """Run the campaign; return how many resumes were not as they must be."""
+    """Run the campaign; return the number of bad resumes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS, help="(default: both)")
     parser.add_argument("--device", default="cpu", help="what to train on, as cuda (default: the host)")

@@ -1,7 +1,7 @@
-"""Run the examples of Markdown pages: every ``python`` block, and every ``yaml`` block must parse.
+"""Run the examples of Markdown pages: run every ``python`` block, and parse every ``yaml`` block.
 
 Each Python block runs in an empty directory and in a process of its own, which is forked from one that has imported
-what takes seconds. Comments directly above a block say otherwise::
+the modules that take seconds. Comments directly above a block change that::
 
     <!-- continues -->          the block continues the Python block before it: they run as one script
     <!-- not run: reason -->    the block is only shown
@@ -29,7 +29,7 @@ from tests.support.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 180
-#: What is imported once for all scripts that have a word in them; the first word counts.
+#: Modules that are imported once for all scripts that contain a word; the first word that matches counts.
 MODULES = {
     "lightning": ("lightning.pytorch", "lightning_ckpt"),
     "accelerate": ("torch._dynamo", "accelerate_ckpt._attach"),
@@ -56,12 +56,12 @@ class Block:
 
     @property
     def place(self) -> str:
-        """The place in words, as editors understand it."""
+        """The place as ``page:line``, which editors understand."""
         return f"{self.page}:{self.line}"
 
     @property
     def is_shown_only(self) -> bool:
-        """Whether the comment excuses the block; the reason is not optional."""
+        """Whether a comment ``not run`` excludes the block; its reason is not optional."""
         if not self.comment.startswith("not run"):
             return False
         if not re.fullmatch(r"not run: \S.*", self.comment):
@@ -70,7 +70,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page, in order."""
+    """Yield the fenced blocks of a page, in order."""
     lines = page.read_text(encoding="utf-8").splitlines()
     number = 0
     while number < len(lines):
@@ -100,7 +100,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def scripts_of(blocks: list[Block]) -> list[tuple[Block, str]]:
-    """The scripts that the Python blocks of one page make, each with its first block."""
+    """Return the scripts that the Python blocks of a page make, each with its first block."""
     scripts: list[tuple[Block, list[str]]] = []
     can_continue = False
     for block in blocks:
@@ -125,8 +125,8 @@ def _append_at_its_line(script: list[str], block: Block) -> None:
 
 
 def run(server: ForkServer, block: Block, script: str) -> str | None:
-    """Run a script; what went wrong, or None."""
-    # The script lives beside its working directory, so that the example starts in an empty one.
+    """Run a script; return what went wrong, or None."""
+    # The script is next to its working directory, so that the example starts in an empty one.
     with tempfile.TemporaryDirectory(prefix="docs-") as folder:
         path = Path(folder) / f"{block.page.stem}_{block.line}.py"
         path.write_text(script, encoding="utf-8")
@@ -142,7 +142,7 @@ def run(server: ForkServer, block: Block, script: str) -> str | None:
 
 
 def run_all(scripts: list[tuple[Block, str]]) -> list[str | None]:
-    """Run the scripts, those of one framework one after the other; what went wrong in each."""
+    """Run the scripts, those of one framework one after the other; return what went wrong in each, or None."""
     kinds: dict[tuple[str, ...], list[tuple[Block, str]]] = {}
     for block, script in scripts:
         modules = next((modules for word, modules in MODULES.items() if word in script), ())
@@ -161,13 +161,13 @@ def run_all(scripts: list[tuple[Block, str]]) -> list[str | None]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of the scripts."""
+    """Return the environment variables of the scripts."""
     search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}
 
 
 def yaml_problem(block: Block) -> str | None:
-    """Why the block is not YAML, or None."""
+    """Return why the block is not YAML, or None."""
     try:
         list(yaml.safe_load_all("\n".join(block.lines)))
     except yaml.YAMLError as error:
@@ -176,7 +176,7 @@ def yaml_problem(block: Block) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check the pages named on the command line; 1 if any of their examples fails."""
+    """Check the pages named on the command line; return 1 if any of their examples fails."""
     parser = argparse.ArgumentParser(description="Run the examples of Markdown pages.")
     parser.add_argument("pages", nargs="+", type=Path)
     pages: list[Path] = parser.parse_args(arguments).pages

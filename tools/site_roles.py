@@ -1,4 +1,4 @@
-"""A hook of mkdocs: of roles in docstrings, such as ``:class:`~a.B```, the site shows the name alone."""
+"""A hook of mkdocs that replaces roles in docstrings, such as ``:class:`~a.B```, by the name alone."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):\s*<code>(?:~(?:\w+\
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Return a page with the names."""
+    """Return the HTML of a page with names instead of roles."""
     return _ROLE.sub(r"<code>\1</code>", html)

@@ -1,4 +1,4 @@
-"""An environment like the one that runs, without this project: being installed can change programs."""
+"""Makes an environment like the current one, without this project: being installed can change programs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ print([found.name for found in importlib.metadata.distributions() if found.name 
 
 
 class StockEnvironmentError(Exception):
-    """It would not be one."""
+    """The environment would contain this project."""
 
 
 def make_stock_environment(folder: Path) -> Path:
     """Make an environment with the packages of this one, by links, and without this project.
 
     Args:
-        folder: Where it goes; replaced if it is there.
+        folder: Where to make it; an existing folder is replaced.
 
     Returns:
-        Its Python.
+        The path of its Python.
 
     Raises:
         StockEnvironmentError: This project can be imported there.
@@ -51,6 +51,6 @@ def make_stock_environment(folder: Path) -> Path:
 
 
 def _own_files(installed: Path) -> set[str]:
-    """Names directly in ``site-packages`` that belong to this project, be it installed editable or not."""
+    """Return the names directly in ``site-packages`` that belong to this project, installed editable or not."""
     files = importlib.metadata.distribution(DISTRIBUTION).files or ()
     return {path.parts[0] for path in files} | {path.name for path in installed.glob("ckpt_plugins-*")}

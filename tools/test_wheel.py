@@ -1,4 +1,4 @@
-"""Build the wheel, install it into an empty environment, and test it there: the sources are not at hand."""
+"""Build the wheel, install it into an empty environment, and run tests there, without the sources."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
 TORCH = "torch==2.13.0"
-#: Without those that read the sources.
+#: Tests that do not read the sources.
 TESTS = ("tests/ckpt_core", "tests/ckpt_async", "tests/attacks", "tests/test_public_names.py")
 PLUGINS = ("tests/lightning_ckpt/test_packages.py", "tests/accelerate_ckpt/test_attach.py")
 PURE = "not process and not server and not slow"
 
 
 def main(arguments: list[str]) -> int:
-    """Run everything; ``arguments`` go to pytest."""
+    """Build, install and test the wheel; ``arguments`` go to pytest."""
     with tempfile.TemporaryDirectory(prefix="ckpt-wheel-") as folder:
         sources, tree, environment = Path(folder, "sources"), Path(folder, "tree"), Path(folder, "environment")
         for name in _tracked():

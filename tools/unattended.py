@@ -1,4 +1,4 @@
-"""Interrupts runs that need no person, at any moment, and says what was lost (``tests/chaos/unattended.py``).
+"""Interrupts unattended runs at any moment, and prints what was lost (``tests/chaos/unattended.py``).
 
 python tools/unattended.py lightning --interruptions 40 --launcher torchrun --ranks 3
 """
@@ -18,7 +18,7 @@ from tests.chaos.unattended import FRAMEWORKS, LAUNCHERS, campaign
 
 
 def main() -> int:
-    """Run the campaign; the exit status is 1 if something hung or came to other bits."""
+    """Run the campaign; return 1 if a run hung or ended with different bits."""
     parser = argparse.ArgumentParser(description="Interrupt runs that need no person.")
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--interruptions", type=int, default=40)
