@@ -34,7 +34,7 @@ def save(path: Path, *, add: float = 0.0, save_id: str = "save-1", world_size: i
 
 
 def problem_of(path: Path, *, load: bool = True) -> CheckpointError:
-    """What loading everything, or verifying, complains about."""
+    """Return the error of loading everything, or of verifying."""
     with pytest.raises(CheckpointError) as caught, open_directory(path) as checkpoint:
         if not load:
             checkpoint.verify()
@@ -90,7 +90,7 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
     path = save(tmp_path / "c", world_size=1)
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
-        # Every length of the manifest; of the others, whose size is in it, some.
+        # Every length of the manifest; some of the other files, whose sizes are in it.
         lengths = (
             range(len(data)) if file.name == MANIFEST_NAME else [0, 1, 8, 4095, 4096, len(data) - 1, len(data) + 1]
         )

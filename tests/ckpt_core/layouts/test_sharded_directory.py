@@ -64,7 +64,7 @@ def test_any_state_comes_back(state: dict[Any, Any], staged: bool) -> None:
 
 
 def partitions(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
-    """The box cut at random: the parts are disjoint and cover it."""
+    """Cut the box at random: the parts are disjoint and cover it."""
     wide = [dimension for dimension, extent in enumerate(box.shape) if extent > 1]
     if depth == 0 or not wide or draw(st.booleans()):
         return [box]
@@ -121,7 +121,7 @@ def test_any_boxes_to_any_boxes(case: dict[str, Any]) -> None:
             assert_same_state(loaded["w"], source)
             assert torch.equal(loaded["other"], other)
             for box in case["read"]:
-                # Into the middle of a larger tensor, of which nothing else may change.
+                # Load into the middle of a larger tensor, of which nothing else may change.
                 around = torch.full(tuple(2 * extent + 2 for extent in box.shape), 7, dtype=torch.uint8).to(
                     source.dtype
                 )
@@ -142,7 +142,7 @@ def test_any_boxes_to_any_boxes(case: dict[str, Any]) -> None:
 
 
 def filled(tree: Any) -> Any:
-    """The same tree with tensors of other values in other memory."""
+    """Return the same tree with other values in other memory."""
     if isinstance(tree, torch.Tensor):
         return torch.zeros_like(tree)
     if isinstance(tree, dict):
@@ -328,8 +328,8 @@ def test_tensors_of_inference_mode(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "boxes", "most"),
     [
-        ((1024, 16384), [Box((128, 0), (128, 16384))], 1.01),  # 8 of 64 MiB, where blocks begin
-        ((1024, 16384), [Box((133, 0), (128, 16384))], 1.05),  # and where they do not
+        ((1024, 16384), [Box((128, 0), (128, 16384))], 1.01),  # 8 of 64 MiB, from where a block begins
+        ((1024, 16384), [Box((133, 0), (128, 16384))], 1.05),  # the same, from the middle of a block
         ((1024, 16384), [Box((7, 0), (3, 16384)), Box((500, 0), (9, 16384))], 1.5),
         ((16, 2**20), [Box((0, 2**18), (16, 2**19))], 1.05),  # half of every row of 4 MiB
         ((4, 16, 2**18), [Box((1, 3, 2**16), (2, 12, 2**17))], 1.3),
@@ -466,7 +466,7 @@ def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 
 
 def save_one(path: Path, part: PartContent, *, rank: int, world_size: int) -> list[str]:
-    """The lines of the report of one rank of many."""
+    """Return the lines of the report of one rank of many."""
     files = RankFiles([part], rank=rank, world_size=world_size, save_id="s" * 32)
     scratch = ScratchBuffers()
     for name, image in files.live_files():
@@ -488,7 +488,7 @@ def test_the_manifest_of_1024_ranks_with_1000_tensors_each(tmp_path: Path) -> No
     common = json.dumps(
         {"model": encode_part(PartRecord(skeleton, tuple(TensorInfo(w.dtype, w.shape) for w in whole.values())))}
     )
-    # What another rank reports differs by its number and by its offsets alone.
+    # The reports of other ranks differ only in the rank's number and the offsets.
     found = json.loads(record)
     reports = []
     for rank in range(ranks):
@@ -522,7 +522,7 @@ def test_elements_that_are_twice_or_nowhere_are_found(tmp_path: Path, count: int
             if wrong:
                 if cuts[0].shape != cuts[1].shape:
                     continue
-                cuts[1] = cuts[0]  # as many elements, but not the right ones
+                cuts[1] = cuts[0]  # as many elements, but the wrong ones
             state = {"w": torch.randn(count, 3)}
             save_directory(tmp_path / "c", [{"m": ("sharded", state)}] * 2, spread=True, cuts={"w": [cuts, []]})
             with open_directory(tmp_path / "c") as checkpoint:
@@ -566,7 +566,7 @@ def test_tensors_without_memory_are_refused(tmp_path: Path) -> None:
 
 
 class _SlowReader(FileReader):
-    """A store that answers only when it has been asked for so many ranges at a time."""
+    """A store that answers only once ``threads`` ranges have been asked for at the same time."""
 
     threads = 6
 

@@ -229,7 +229,7 @@ def test_blocks_cover_the_file_and_large_tensors_begin_one(sizes: list[int]) -> 
         if size >= SMALLEST_BLOCK:
             assert position in begins
         position += size
-    # Small tensors share: two neighbouring blocks of them do not fit into one.
+    # Small tensors share blocks: those of two neighbouring blocks do not fit into one.
     small = [size for size in sizes if size < SMALLEST_BLOCK]
     if len(small) == len(sizes):
         assert len(lengths) - 1 <= 2 * sum(sizes) / SMALLEST_BLOCK + 1

@@ -50,7 +50,7 @@ def write(path: Path) -> Path:
 
 
 def write_linked(path: Path) -> Path:
-    """The same state; of each rank, the file with the ties is of the save before."""
+    """Write the same state; of each rank, the file with the ties is that of the save before."""
     path.mkdir()
     storage, scratch, reports = LocalStorage(), ScratchBuffers(), []
     for rank in range(RANKS):
@@ -66,7 +66,7 @@ def write_linked(path: Path) -> Path:
             image = newer_images[name]
             if "unchanged" in name:
                 with scratch.lent(2**24) as window:
-                    image.digested_window(0, window)  # the digests of its blocks
+                    image.digested_window(0, window)  # computes the digests of its blocks
                 image.tail()
                 image = older_images[name]
             write_image(image, storage, str(path / name), scratch=scratch)

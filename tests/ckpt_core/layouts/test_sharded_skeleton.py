@@ -1,4 +1,4 @@
-"""Nested state as JSON: exact types back, ties kept, and everything else refused by name."""
+"""Nested state as JSON: types are restored exactly, ties are kept, and everything else is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks agree on which tensors are tied, also about tensors of which one of them holds nothing."""
+"""Ranks agree on which tensors are tied, also where one of the ranks holds nothing of them."""
 
 from __future__ import annotations
 

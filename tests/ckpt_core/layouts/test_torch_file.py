@@ -1,4 +1,4 @@
-"""The one-file layout: what goes in comes out, through our loader and through plain ``torch.load``."""
+"""The one-file layout: what is saved is loaded again, by this package's loader and by plain ``torch.load``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save(state: Any, path: Path, strategy: str = "sync") -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_moment() -> Iterator[None]:
-    """All saves are committed at the same time, in which alone two of one state differ."""
+    """Let all saves be committed at the same time: two saves of one state differ in nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(archive_module, "commit_time", lambda: 1.5)
         yield
@@ -109,7 +109,7 @@ def test_memory_without_bytes_that_is_shared(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*TypedStorage.*")
 def test_memory_without_bytes_of_several_types(tmp_path: Path) -> None:
-    """Torch saves those, and gives all of them the type of the first where it maps the file."""
+    """Torch saves such tensors, and gives all of them the type of the first when it maps the file."""
     empty = torch.empty(0, 4)
     state = {"a": empty, "b": empty.view(torch.int32), "c": empty.view(torch.bool), "d": empty.untyped_storage()}
     path = save(state, tmp_path / "a.ckpt")
@@ -121,7 +121,7 @@ def test_memory_without_bytes_of_several_types(tmp_path: Path) -> None:
 
 
 def of_part_of_an_element(dtype: torch.dtype) -> torch.Tensor:
-    """A tensor whose memory has some bytes behind its last whole element."""
+    """Return a tensor whose memory has some bytes after its last whole element."""
     return tensor_of(torch.uint8, 67)[:64].view(dtype)[1:]
 
 
@@ -249,7 +249,7 @@ def test_any_state_comes_back_and_both_strategies_write_the_same_bytes(state: An
 
 @st.composite
 def views_of_shared_memory(draw: st.DrawFn) -> list[torch.Tensor]:
-    """Views of a few memories: empty ones, of bytes behind the last element, and the same view several times."""
+    """Draw views of a few memories: empty ones, of bytes after the last element, and the same view several times."""
     views: list[torch.Tensor] = []
     for seed in range(draw(st.integers(1, 4))):
         dtype = draw(st.sampled_from([dtype for dtype in DTYPES if dtype is not torch.bool]))
@@ -274,7 +274,7 @@ def test_any_views_of_shared_memory_come_back_and_share_it(views: list[torch.Ten
 
 
 def sharing(views: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Say which tensor each is the same object as, and with which it has a memory of some elements in common."""
+    """Return, for each view, the first that is the same object, and the first with the same (nonempty) memory."""
     objects = [id(view) for view in views]
     storages = [view.untyped_storage() for view in views]
     memories = [
@@ -330,7 +330,7 @@ def test_one_object_twice_is_one_object_again(tmp_path: Path) -> None:
 
 
 class Holder:
-    """An object that only pickle can open."""
+    """An object that only pickle can look into."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -360,7 +360,7 @@ def test_tensors_inside_custom_objects(strategy: str, tmp_path: Path) -> None:
 
 
 class Order:
-    """Pickles its tensors in another order than the walk over the state meets them."""
+    """Pickles its tensors in another order than that in which the walk over the state meets them."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
@@ -423,9 +423,9 @@ def test_sparse_and_quantised_tensors(tmp_path: Path) -> None:
 
 
 def test_a_program_that_has_its_sparse_tensors_checked(tmp_path: Path) -> None:
-    """Loads that read no bytes check none, and leave none of theirs to the next load of the process."""
+    """Loads that read no bytes check no tensors, and leave none of theirs for the process's next load to check."""
     dense = torch.eye(64)
-    quantised = torch.quantize_per_tensor(dense, 0.5, 1, torch.quint8)  # on the meta device no load can build it
+    quantised = torch.quantize_per_tensor(dense, 0.5, 1, torch.quint8)  # no load can build it on the meta device
     state = {"sparse": dense.to_sparse(), "quantised": quantised}
     with torch.sparse.check_sparse_tensor_invariants():
         path = save(state, tmp_path / "a.ckpt")
@@ -449,7 +449,7 @@ def test_nothing_is_left_of_the_state_that_was_in_the_buffer_before(tmp_path: Pa
 
 
 def test_tensors_that_get_another_shape_while_the_file_is_written(tmp_path: Path) -> None:
-    """The pickle, which is made on the thread that writes, is of the moment of the save."""
+    """The pickle, which is made on the writing thread, describes the state at the moment of the save."""
     turned, emptied, trained = torch.arange(6.0).reshape(2, 3), torch.arange(3.0), torch.zeros(2)
     state = {"turned": turned, "again": turned, "emptied": emptied, "trained": trained, "steps": [1]}
     continues = threading.Event()
@@ -618,7 +618,7 @@ def test_tensors_are_reduced_as_torch_does_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(pickling.StorageTable, "add_plain", lambda table, tensor: None)
     with pytest.warns(UserWarning, match="hooks"):
         torchs = pickled_in(save(state, tmp_path / "torch.ckpt"))
-    assert b"again" in ours and ours != torchs  # it was not the same code that wrote both
+    assert b"again" in ours and ours != torchs  # different code wrote the two
     assert what_it_builds(ours) == what_it_builds(torchs)
 
 
@@ -628,7 +628,7 @@ def pickled_in(path: Path) -> bytes:
 
 
 def what_it_builds(pickled: bytes) -> str:
-    """Say which functions a pickle calls with which values, in its order, and where it has one object several times."""
+    """Return which functions a pickle calls with which values, in order, and where it has one object several times."""
     calls: list[str] = []
 
     class Named:

@@ -1,4 +1,4 @@
-"""The zip container by itself, above all beyond 4 GiB, on sparse files that hold no data."""
+"""The zip container by itself, above all beyond 4 GiB, on sparse files without data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_archive(path: Path, records: list[tuple[str, bytes | int]], comment: b
 
 
 def pickle_of(tensors: dict[str, tuple[str, int]]) -> bytes:
-    """The pickle of one-dimensional uint8 tensors, each in the record ``archive/data/<key>``."""
+    """Return the pickle of one-dimensional uint8 tensors, each in the record ``archive/data/<key>``."""
 
     class Reference:
         def __init__(self, key: str, size: int) -> None:
@@ -72,7 +72,7 @@ def test_data_is_aligned_wherever_the_header_begins(size: int, alignment: int) -
         extra = header[30 + name_length :]
         if size < 2**32 - 1:
             assert size32 == size
-        else:  # the true sizes stand in the first extra field
+        else:  # the true sizes are in the first extra field
             assert size32 == 2**32 - 1
             assert struct.unpack_from("<HHQQ", extra) == (1, 16, size, size)
 

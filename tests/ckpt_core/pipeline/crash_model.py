@@ -1,15 +1,14 @@
 """What a disk may hold after a crash, as in ALICE and CrashMonkey: any reordering of what was not synced.
 
-:class:`Recorder` writes down what is done to a directory tree. Of that, :func:`crash_states` makes the trees that may
-be found
-after the power went out at any moment:
+:class:`Recorder` records the operations on a directory tree. From the record, :func:`crash_states` makes the trees that
+the disk may hold after a power failure at any moment:
 
-* bytes written to a file are certain when the file was synced after; before, each block may be there or not;
-* a name (made, removed, renamed, exchanged, linked) is certain when its directory was synced after; before, each change
-  may be there or not, whatever became of the others. One rename is one change, of both its names.
+* bytes written to a file are certain once the file was synced afterwards; before, each block may be there or not;
+* a name (made, removed, renamed, exchanged, linked) is certain once its directory was synced afterwards; before, each
+  change may be there or not, whatever became of the others. One rename is one change, of both its names.
 
-Nothing is taken from what one filesystem happens to do: neither that names change in order, nor that syncing a new file
-makes its name durable, too.
+The model does not rely on what one filesystem happens to do: neither that names change in order, nor that syncing a new
+file makes its name durable, too.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import pytest
 from ckpt_core.storage import local_directory
 
 BLOCK = 4096
-MOST_COMPLETE = 6  # all subsets of so many uncertain changes; of more, chosen ones
+MOST_COMPLETE = 6  # up to this many uncertain changes, all subsets are tried; of more, chosen ones
 SAMPLES = 24
 
 #: Relative path -> content; None for a directory.
@@ -36,7 +35,7 @@ Tree = dict[str, bytes | None]
 
 
 class Node:
-    """A file or directory, whatever its names."""
+    """A file or directory, under whatever names."""
 
     def __init__(self, *, is_directory: bool) -> None:
         self.is_directory = is_directory
@@ -47,11 +46,11 @@ class Operation:
     """One change, or one sync.
 
     Attributes:
-        name: Of the system call.
+        name: Name of the system call.
         node: The file or directory that is written or synced.
-        offset: Where ``data`` goes, or the size that a file is cut to.
-        data: What is written.
-        entries: Names that change: (directory, name) -> what it is from now on.
+        offset: Where ``data`` is written, or the size that a file is truncated to.
+        data: The bytes that are written.
+        entries: Names that change: (directory, name) -> the node from now on; None if it is removed.
     """
 
     name: str
@@ -62,18 +61,18 @@ class Operation:
 
 
 class Recorder:
-    """Writes down every change of a tree.
+    """Records every change of a directory tree.
 
     Args:
-        root: The directory, as it is now: all of it certain.
-        patch: Undoes the recording.
+        root: The directory; what it holds now counts as durable.
+        patch: Installs the recording, and undoes it.
     """
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.operations: list[Operation] = []
         self.root = Node(is_directory=True)
         self._path = os.path.abspath(root)
-        self._lock = threading.RLock()  # the order of the record is that of the disk
+        self._lock = threading.RLock()  # operations are recorded in the order in which they happen on the disk
         self._children: dict[Node, dict[str, Node]] = {self.root: {}}
         self._descriptors: dict[int, Node] = {}
         for folder, folders, files in os.walk(root):
@@ -108,7 +107,7 @@ class Recorder:
     # ---- which node is meant -----------------------------------------------------------------------------------------
 
     def _place(self, path: Any) -> tuple[Node, str] | None:
-        """The directory and the name that a path in the tree is made of; None for one elsewhere."""
+        """Return the directory and the name that a path in the tree consists of; None for a path outside the tree."""
         full = os.path.abspath(os.fspath(path))
         if not full.startswith(self._path + os.sep):
             return None
@@ -128,7 +127,7 @@ class Recorder:
         return node
 
     def _adopt(self, path: Any, place: tuple[Node, str]) -> Node:
-        """Take up what was made by other means than the functions that are watched; nothing of it is certain."""
+        """Record a node that was made by functions that are not recorded; nothing of it is certain."""
         node = Node(is_directory=os.path.isdir(path))
         if node.is_directory:
             self._children[node] = {}
@@ -200,7 +199,7 @@ class Recorder:
         assert places[1] is not None
         if places[0] is not None and places[0] != places[1]:
             node = self._children[places[0][0]].get(places[0][1])
-            if node is None:  # made by other means
+            if node is None:  # made by functions that are not recorded
                 self._change("rename", {places[1]: self._adopt(target, places[1])})
             else:
                 self._change("rename", {places[0]: None, places[1]: node})
@@ -223,7 +222,7 @@ class Recorder:
 
     @property
     def begun_with(self) -> int:
-        """How many of the operations tell what was there at the beginning."""
+        """Return how many of the operations describe what was there at the beginning."""
         return self._count_at_start
 
 
@@ -257,7 +256,7 @@ def _states_at(recorder: Recorder, moment: int, rng: random.Random) -> Iterator[
 
 
 def _is_of(operation: Operation, node: Node | None) -> bool:
-    """Whether a sync of ``node`` makes the operation certain."""
+    """Return whether a sync of ``node`` makes the operation certain."""
     if operation.entries:
         return any(directory is node for (directory, _), _ in operation.entries)
     return operation.node is node
@@ -312,7 +311,7 @@ def _tree(
 
 
 def _write(contents: dict[Node, bytearray], operation: Operation, rng: random.Random | None) -> None:
-    """Carry a write or a truncation out; with ``rng``, some blocks of it."""
+    """Apply a write or a truncation; with ``rng``, a random part of it."""
     assert operation.node is not None
     content = contents.setdefault(operation.node, bytearray())
     if operation.data is None:
@@ -329,7 +328,7 @@ def _write(contents: dict[Node, bytearray], operation: Operation, rng: random.Ra
 
 
 def materialise(tree: Tree, directory: Path) -> None:
-    """Make ``directory``, which is empty, what ``tree`` says."""
+    """Fill ``directory``, which is empty, with the content of ``tree``."""
     for path, content in tree.items():
         if content is None:
             (directory / path).mkdir()

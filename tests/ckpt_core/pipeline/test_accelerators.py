@@ -1,6 +1,6 @@
-"""States on accelerators: staged on a stream of their own, saved as they were, and back with the same bits.
+"""States on accelerators: staged on a separate stream, saved as they were, and loaded with the same bits.
 
-Each test runs on the simulated device, whose streams do nothing before somebody waits for it, and on CUDA.
+Each test runs on the simulated device, whose streams run only when they are waited for, and on CUDA.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ simulated_only = pytest.mark.parametrize("accelerator", [SIMULATED], indirect=Tr
 
 
 def save(layout: str, strategy: Any, state: dict[str, torch.Tensor], path: Path, after: Any = lambda: None) -> Any:
-    """Save and load again; ``after`` is called when ``save`` has returned."""
+    """Save and load again; call ``after`` when ``save`` has returned."""
     if layout == "file":
         with Checkpointer(strategy=strategy) as checkpointer:
             checkpointer.save(state, path)
@@ -186,8 +186,8 @@ def test_the_staging_buffer_is_pinned_and_the_memory_of_other_threads_is_not(
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(accelerator: Accelerator) -> None:
     buffer = StagingBuffer(MIB, pinned=True)
-    assert pin(buffer.tensor) is None  # it is pinned already
-    assert torch.ones(4, device=accelerator.type).sum().item() == 4  # the error is not found by the next kernel
+    assert pin(buffer.tensor) is None  # it is already pinned
+    assert torch.ones(4, device=accelerator.type).sum().item() == 4  # the next kernel does not meet the error
     buffer.close()
 
 
@@ -206,7 +206,7 @@ def test_memory_that_nobody_closes_is_unpinned_before_the_system_takes_it(accele
     address = buffer.tensor.data_ptr()
     del buffer
     gc.collect()
-    assert accelerator.module.host_register(address, MIB) == 0  # as a buffer that comes to lie there would be
+    assert accelerator.module.host_register(address, MIB) == 0  # as a buffer that is allocated there later would be
     assert accelerator.module.host_unregister(address) == 0
 
 
@@ -232,7 +232,7 @@ def test_a_buffer_that_comes_back_to_a_closed_pool_is_freed(accelerator: Acceler
     buffer = pool.acquire(MIB)
     assert buffer.tensor.is_pinned()
     pool.close()
-    assert buffer.tensor.is_pinned()  # who has it may still use it
+    assert buffer.tensor.is_pinned()  # its holder may still use it
     pool.release(buffer)
     assert buffer.tensor.numel() == 0
     again = pool.acquire(MIB)
@@ -294,7 +294,7 @@ def test_a_save_for_which_the_device_has_no_memory_fails_and_the_next_one_does_n
 
 
 class _Gate(LocalStorage):
-    """A disk that begins a file when it is told to."""
+    """A disk that creates a file only once ``may_begin`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_device_memory_is_not_held_while_the_checkpoint_is_written(
             checkpointer.save(state if layout == "file" else [Part("model", state, kind)], tmp_path / "saved")
             del state
             gc.collect()
-            deadline = time.monotonic() + 60  # the device's thread lets go of what it has gathered a moment later
+            deadline = time.monotonic() + 60  # the device's thread frees what it has gathered a moment later
             while accelerator.module.live_bytes() > before and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert accelerator.module.live_bytes() == before
@@ -381,7 +381,7 @@ def test_writing_begins_while_the_rest_is_still_being_copied(
     training = threading.Thread(target=copy.hand_over)
     training.start()
     try:
-        copy.wait_until(MIB)  # would never return if it waited for all
+        copy.wait_until(MIB)  # would never return if it waited for everything
         assert values(buffer.tensor[:MIB]) == [1]
     finally:
         accelerator.module.resume(late)
@@ -455,7 +455,7 @@ def test_what_is_queued_before_a_load_does_not_overwrite_what_is_loaded(
             accelerator.busy()
             weight.zero_()
             opened.load("model", into={"weight": weight})
-            weight.mul_(2.0)  # in the order of the caller's stream, too
+            weight.mul_(2.0)  # this runs in the order of the caller's stream, too
             assert values(weight) == [2.0]
 
 
@@ -469,7 +469,7 @@ def test_memory_that_queued_work_still_uses_is_not_loaded_into_too_early(
         old = torch.empty(MIB, device=accelerator.type)
         accelerator.busy()
         old.fill_(3.0)
-        del old  # the next tensor on this stream gets its memory
+        del old  # the next tensor on this stream reuses its memory
         if layout == "file":
             with Checkpointer(strategy="sync") as checkpointer:
                 found = checkpointer.load(tmp_path / "saved", map_location=accelerator.type)
@@ -480,7 +480,7 @@ def test_memory_that_queued_work_still_uses_is_not_loaded_into_too_early(
 
 
 def make_pinned_loads_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loads of a few MiB pass through pinned memory, two buffers of it."""
+    """Let loads of a few MiB pass through pinned memory, of which there are two buffers."""
     monkeypatch.setattr("ckpt_core.buffers._WORTH_PINNING", 1)
     monkeypatch.setattr("ckpt_core.buffers._MOST_PINNED", 2)
 
@@ -516,7 +516,7 @@ def test_a_load_passes_through_pinned_memory_in_the_order_of_the_caller(
         accelerator.busy()
         for tensor in old:
             tensor.fill_(3.0)
-        del old, tensor  # what is loaded gets their memory
+        del old, tensor  # the loaded tensors reuse their memory
         found = load(layout, tmp_path / "saved", accelerator.type)
         assert_same_state(on_host(found), on_host(expected))
 
@@ -538,7 +538,7 @@ def test_pinned_memory_is_not_read_into_while_it_is_being_copied_from(
     accelerator.module.pause(stream)
     loading = threading.Thread(target=load_on_stream)
     loading.start()
-    while accelerator.module.in_flight() < 2:  # the host goes on, as far as there is memory
+    while accelerator.module.in_flight() < 2:  # the host continues as far as there is memory
         time.sleep(0.001)
     accelerator.module.resume(stream)
     loading.join()
@@ -587,7 +587,7 @@ def test_generators_of_every_device_go_on(tmp_path: Path, accelerator: Accelerat
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save(RngState.capture().encode(), path)
         expected = [draws(accelerator), draws(accelerator)]
-        # as frameworks do, who load everything to the device
+        # as frameworks do that load everything to the device
         loaded = checkpointer.load(path, map_location=accelerator.type)
     RngState.decode(loaded).restore()
     assert [draws(accelerator), draws(accelerator)] == expected
@@ -641,7 +641,7 @@ def test_cuda_keeps_the_names_that_it_had() -> None:
     assert encoded["cuda_device"] == 1
     assert "devices" not in encoded
     assert RngState.decode(encoded).devices["cuda"].current == 1
-    del encoded["cuda_device"]  # as before it was saved
+    del encoded["cuda_device"]  # as in checkpoints from before it was saved
     assert RngState.decode(encoded).devices["cuda"].current == 0
 
 

@@ -1,4 +1,4 @@
-"""Disks that refuse: what is said, and that nothing already saved is touched and nothing is left behind."""
+"""Disks that fail: what the error says, and that nothing already saved is touched and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def fails(strategy: str, state: Any, path: Path) -> StorageError:
 
 @pytest.fixture(params=["reserves", "cannot reserve"])
 def reserving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether the filesystem can reserve room; where not, the disk fills up in the middle of the write."""
+    """Whether the filesystem can reserve space; if it cannot, the disk fills up in the middle of the write."""
     if request.param == "cannot reserve":
 
         class NoFallocate:
             def __init__(self, *_: Any, **__: Any) -> None:
-                """Stands for a C library without ``fallocate``."""
+                """Stand for a C library without ``fallocate``."""
 
         monkeypatch.setattr(ctypes, "CDLL", NoFallocate)
     return str(request.param)
@@ -131,7 +131,7 @@ def test_an_async_failure_is_raised_once_at_the_next_call(small_filesystem: Path
     path = small_filesystem / "a.ckpt"
     for ask in ("save", "wait", "close", "raise_failure"):
         checkpointer = Checkpointer(strategy="async")
-        checkpointer.save(state_of(9), path)  # does not raise: nothing is known yet
+        checkpointer.save(state_of(9), path)  # does not raise: the failure is not known yet
         checkpointer.drain()
         call: Callable[[], Any] = {
             "save": lambda c=checkpointer: c.save({"a": 1}, small_filesystem / "next.ckpt"),
@@ -196,7 +196,7 @@ def test_a_read_only_disk(strategy: str, read_only: Path, caplog: pytest.LogCapt
     if strategy == "sync":
         with pytest.raises(StorageError, match="cannot remove"):
             checkpointer.remove(read_only / "old.ckpt")
-    else:  # nothing is lost by a file too many
+    else:  # a file that stays loses nothing
         checkpointer.remove(read_only / "old.ckpt")
         checkpointer.wait()
         assert "could not remove" in caplog.text
@@ -225,7 +225,7 @@ def test_no_permission(strategy: str, tmp_path: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "old.ckpt").write_bytes(b"secret")
-    if os.geteuid() == 0:  # root may do anything: let the system call refuse
+    if os.geteuid() == 0:  # root may do anything: make the system call fail
         real_open = os.open
 
         def refuse(path: Any, *args: Any, **options: Any) -> int:
@@ -307,7 +307,7 @@ def test_a_directory_that_cannot_be_synced_is_a_storage_error(tmp_path: Path, mo
         raise OSError(errno.EIO, os.strerror(errno.EIO), directory)
 
     with Checkpointer(strategy="sync") as checkpointer:
-        checkpointer.save({"a": 1}, tmp_path / "first.ckpt")  # from here on the directory is claimed
+        checkpointer.save({"a": 1}, tmp_path / "first.ckpt")  # this save claims the directory
         monkeypatch.setattr(local, "sync_directory", fail)
         before = open_files(tmp_path)
         with pytest.raises(StorageError, match="Input/output error") as caught:
@@ -329,7 +329,7 @@ def test_a_directory_that_could_not_be_deleted_is_deleted_by_a_later_save(
     parts = [Part("model", {"w": torch.ones(1000)}, Kind.REPLICATED)]
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
         checkpointer.save(parts, tmp_path / "step=1")
-        real, failures = os.unlink, iter([errno.EIO] * 9)  # of the disk: no test can have a real one
+        real, failures = os.unlink, iter([errno.EIO] * 9)  # as of a disk: no test can have a failing one
 
         def fail(path: Any, *args: Any, **options: Any) -> None:
             if ".ckpt-part" in str(path) and (code := next(failures, None)) is not None:
@@ -351,7 +351,7 @@ def test_a_directory_that_could_not_be_deleted_is_deleted_by_a_later_save(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_filesystem_without_inodes_is_named_as_such(strategy: str, small_filesystem: Path) -> None:
     remount = ["mount", "-o", "remount,nr_inodes=20", str(small_filesystem)]
-    subprocess.run(remount, check=False, capture_output=True, timeout=280)  # a tmpfs can have millions
+    subprocess.run(remount, check=False, capture_output=True, timeout=280)  # a tmpfs can have millions of inodes
     for index in range(os.statvfs(small_filesystem).f_favail):
         (small_filesystem / str(index)).touch()
     error = fails(strategy, {"a": 1}, small_filesystem / "new.ckpt")

@@ -1,7 +1,7 @@
-"""Every byte that a save writes is the byte that was written before the code was rearranged.
+"""Every byte that a save writes equals the byte that was recorded before the code was rearranged.
 
 ``bytes_written.json`` holds digests of whole checkpoints. ``python -m tests.ckpt_core.pipeline.test_bytes_written``
-records them anew, which only a change of a format that is meant justifies.
+records them again, which only an intended change of a format justifies.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Written = dict[str, str]
 
 
 class StoppedClock:
-    """Gives every checkpoint the same time of commit."""
+    """A clock that gives every checkpoint the same commit time."""
 
     def now(self) -> float:
         return 1.7e9 + 0.000001
 
     def note(self, committed: float) -> None:
-        """Is not impressed."""
+        """Ignore the time of another checkpoint."""
 
 
 def state_named(name: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def ranks_of(world_size: int) -> list[RankGroup]:
 
 
 def on_all(groups: list[RankGroup], work: Callable[[RankGroup], None]) -> None:
-    """Each rank is a thread: they have nothing in common but the store."""
+    """Do the work on all ranks, which are threads that share only the store."""
     errors: list[BaseException] = []
 
     def run(group: RankGroup) -> None:
@@ -126,7 +126,7 @@ def on_all(groups: list[RankGroup], work: Callable[[RankGroup], None]) -> None:
 
 
 def written_below(root: Path | str) -> Written:
-    """Size and digest of every file, by its name below ``root``."""
+    """Return size and digest of every file, by its name below ``root``."""
     if isinstance(root, Path):
         files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     else:
@@ -148,7 +148,7 @@ def files(root: Path, strategy: Any) -> Written:
     with Checkpointer(strategy=strategy) as checkpointer:
         for name in STATES:
             checkpointer.save(state_named(name), root / f"{name}.ckpt")
-        checkpointer.save(state_named("plain"), root / "model.ckpt")  # over what is there
+        checkpointer.save(state_named("plain"), root / "model.ckpt")  # over the one from the loop
         checkpointer.save(state_named("model"), root / "model.ckpt")
         checkpointer.copy(root / "model.ckpt", root / "copy.ckpt")
     return written_below(root)
@@ -172,7 +172,7 @@ def directories(root: Path | str, strategy: Any, world_size: int, *, slices: boo
 
 
 def fine_tune(root: Path, strategy: Any, world_size: int) -> Written:
-    """Most is frozen: its files are linked from the second save on."""
+    """Save a model most of which is frozen: its files are linked from the second save on."""
 
     def work(group: RankGroup) -> None:
         run = FineTune.new(width=400)

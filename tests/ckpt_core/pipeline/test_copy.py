@@ -1,4 +1,4 @@
-"""A copy of a checkpoint shares no fate with its original."""
+"""A copy of a checkpoint is unaffected by the removal and the replacement of its original."""
 
 from __future__ import annotations
 

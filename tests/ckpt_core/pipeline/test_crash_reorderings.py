@@ -1,4 +1,4 @@
-"""Whatever a crash leaves of what was not synced yet, the catalog shows the old checkpoint or the new one, whole."""
+"""Whatever a crash loses of what was not synced yet, the catalog shows the old checkpoint or the new one, whole."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LAYOUTS = ["file", "directory", "directory without exchange"]
 
 
 class Engine:
-    """Saves and looks up small checkpoints of one layout, which hold one number."""
+    """Saves and finds small checkpoints of one layout, each of which holds one number."""
 
     def __init__(self, layout: str) -> None:
         self.layout = layout
         self.is_file = layout == "file"
-        self.kept: str | None = None  # a file that the user has put into each directory
+        self.kept: str | None = None  # name of a file that the user has put into each directory
 
     def checkpointer(self) -> Checkpointer | DirectoryCheckpointer:
         return Checkpointer(strategy="sync") if self.is_file else DirectoryCheckpointer(strategy="sync")
@@ -38,7 +38,7 @@ class Engine:
         checkpointer.save(parts, path, write_files=lambda place: note(place, number))
 
     def numbers_in(self, directory: Path) -> dict[str, int]:
-        """What the catalog shows, by name; all of it is verified."""
+        """Return the numbers of the checkpoints that the catalog lists, by name; all of them are verified."""
         found = {}
         catalog = Catalog(directory)
         for info in catalog.checkpoints():
@@ -78,15 +78,15 @@ def explore(
     is_right: Callable[[Numbers], bool],
     at_end: Callable[[Numbers], bool],
 ) -> int:
-    """Look at every state that a crash in ``act`` may leave; return how many there were.
+    """Judge every state that a crash in ``act`` may leave; return how many there were.
 
     Args:
-        engine: Saves.
-        directory: To work in.
-        before: Which checkpoints are there before.
-        act: What happens.
-        is_right: Judges what the catalog shows.
-        at_end: The same, when all is done and promised to be durable.
+        engine: Saves and finds the checkpoints.
+        directory: Where to work.
+        before: The checkpoints that are saved first, by name.
+        act: The operations that the crash interrupts.
+        is_right: Judges what the catalog shows after the crash.
+        at_end: Judges it where ``act`` had finished, so that all must be durable.
     """
     root, place = directory / "run", directory / "after"
     root.mkdir()
@@ -147,7 +147,7 @@ def test_a_save_over_an_old_one(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_retention(engine: Engine, tmp_path: Path) -> None:
-    """A checkpoint goes only when its successor is durable, and it goes as a whole."""
+    """A checkpoint is deleted only when its successor is durable, and it is deleted as a whole."""
 
     def act(checkpointer: Any, root: Path) -> None:
         engine.save(checkpointer, 2, root / "b.ckpt")

@@ -21,11 +21,11 @@ from ckpt_core.storage import local
 from tests.conftest import ROOT
 from tests.support.states import assert_same_state, tensor_of
 
-Operation = tuple[str, str]  # what, and which file: "part", "final", "directory"
+Operation = tuple[str, str]  # what is done, and to which file: "part", "final", "directory"
 
 
 class Recorder:
-    """Stands for ``os`` in the local storage and writes down what is done to which file."""
+    """Stands for ``os`` in the local storage and records what is done to which file."""
 
     def __init__(self, final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.final = final
@@ -116,12 +116,12 @@ def test_a_new_directory_is_durable_before_the_file_in_it(tmp_path: Path, monkey
 
 
 class PowerLossError(BaseException):
-    """The process is gone; nothing of its code runs any more."""
+    """Raised by all further operations, as if the process were gone."""
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_stopped_after_any_operation_the_name_holds_the_old_or_the_new(strategy: Any, tmp_path: Path) -> None:
-    """Every prefix of the operations, as a crashed process leaves it, with nothing cleaned up."""
+    """Check every prefix of the operations, as a crashed process leaves it, with nothing cleaned up."""
     old, new = {"old": 1}, {"w": tensor_of(torch.uint8, 100_000)}
     path = tmp_path / "a.ckpt"
     count = 0
@@ -156,7 +156,7 @@ def test_stopped_after_any_operation_the_name_holds_the_old_or_the_new(strategy:
 
 
 def _stop_after(count: int, patch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Let ``count`` changing operations happen and stop at the next; the result says whether none was left."""
+    """Let ``count`` changing operations happen and stop at the next; return a function that tells if none was left."""
     left = count
     stopped = False
 
@@ -178,7 +178,7 @@ def _stop_after(count: int, patch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 
 def test_the_system_calls_of_a_save(tmp_path: Path, unavailable: Callable[[str], NoReturn]) -> None:
-    """The same, as the kernel sees it."""
+    """The same order of operations, as the kernel sees it."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     script = (

@@ -32,15 +32,15 @@ FILES = {
     ),
     "twice": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/process/threads.py"),
 }
-# Signals are not handled between the last line of a block and the end of its lock, nor at the head of a block, where
-# lines are seen, too. ``do_uninterrupted`` and its first lines: nothing can be done about a signal there right after
-# another.
+# Signals are not handled between the last line of a block and the release of its lock, nor at the head of a block,
+# although lines are traced there, too. ``do_uninterrupted`` and its first lines: nothing can be done about a second
+# signal there, right after the first.
 UNREAL = ("with ", "try:")
 UNREAL_LATE = (*UNREAL, "except", "do_uninterrupted(", "if not runs:", "interruption: BaseException", "while True:")
 
 
 class Interrupting:
-    """Ctrl-C while it is pickled."""
+    """Raises KeyboardInterrupt while it is pickled."""
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
@@ -60,7 +60,7 @@ def start_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name.startswith("ckpt-"):
-            raise RuntimeError("can't start new thread")  # as with ulimit -u
+            raise RuntimeError("can't start new thread")  # as under ulimit -u
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
@@ -120,7 +120,7 @@ def test_ctrl_c_at_any_line_leaves_no_live_tensors_that_are_read(
             raise KeyboardInterrupt
 
     for run in at_every_moment(("_pipeline/save.py",), interrupt, opcodes=False):
-        # Without a copy, the live tensors are being written for so long.
+        # Without a copy, writing the live tensors takes this long.
         storage = FaultyStorage(LocalStorage(), [Fault("write_at", delay=0.05)])
         checkpointer = Checkpointer(on_error="warn", storage=storage)
         monkeypatch.setattr(checkpointer._pipeline.buffers, "acquire", refuse)

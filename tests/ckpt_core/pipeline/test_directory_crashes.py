@@ -1,4 +1,4 @@
-"""Directories after crashes and disk errors: the old checkpoint or the new one, and no rubbish for long."""
+"""Directories after crashes and disk errors: the old checkpoint or the new one, and no leftovers for long."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_unfinished_directory_is_rubbish_only_when_nobody_writes_into_it(tmp_
 
 
 def test_an_orphan_that_is_being_removed_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the making of a directory and its locking, another process may take it for an orphan."""
+    """After a directory is created and before it is locked, another process may take it for an orphan."""
     path = str(tmp_path / "a")
     real = local_directory.fcntl.flock
     removed = []
@@ -185,7 +185,7 @@ CODES = [FULL, errno.EIO]
 
 @pytest.fixture(params=["disk", "disk without exchange", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Storage]:
-    """A directory, and the storage that it is in."""
+    """A directory, and the storage that holds it."""
     if request.param == "memory":
         from ckpt_core.storage.fsspec_storage import FsspecStorage
 
@@ -212,7 +212,7 @@ def test_every_operation_of_a_storage_fails(action: str, strategy: Any, place: t
             checkpointer.wait()
         except CheckpointError as raised:
             error = raised
-        checkpointer.close()  # raised once
+        checkpointer.close()  # the failure is raised only once
         return error
 
     path, source = f"{root}/0", f"{root}/source"
@@ -250,7 +250,7 @@ def test_every_operation_of_a_storage_fails(action: str, strategy: Any, place: t
             checkpoint = DirectoryCheckpointer(storage=inner)
             assert checkpoint.exists(path) == (before is not None), (number, met[number - 1])
             assert before is None or value_at(path, inner) == before
-    # What is not needed: cleaning up, and looking at what was there where that does not matter.
+    # Operations that a save does not need: cleaning up, and reading what was there where that does not matter.
     needless = {
         "remove_orphans",
         "leave_directory",
@@ -271,7 +271,7 @@ def test_every_operation_of_a_storage_fails(action: str, strategy: Any, place: t
 def test_a_full_disk(strategy: Any, small_filesystem: Path) -> None:
     path = small_filesystem / "a"
     checkpointer = DirectoryCheckpointer(strategy=strategy)
-    checkpointer.save(parts(1.0, 500_000), path)  # 2 of 8 MB
+    checkpointer.save(parts(1.0, 500_000), path)  # uses 2 of 8 MB
     checkpointer.wait()
     for _ in range(2):
         with pytest.raises(StorageError, match="No space left on device") as info:
@@ -341,7 +341,7 @@ def test_a_name_as_long_as_the_filesystem_takes(tmp_path: Path, name: str) -> No
         assert os.listdir(tmp_path) == [name]
         checkpointer.remove(tmp_path / name)
     assert os.listdir(tmp_path) == []
-    hidden_name(name, "token").encode()  # no character is cut in two
+    hidden_name(name, "token").encode()  # does not raise: no character is cut in two
 
 
 # ---- the catalog

@@ -1,4 +1,4 @@
-"""Saves of real processes that share a store only: their outcome, also when one is killed or stopped."""
+"""Saves of real processes that share only a store: their outcome, also when one is killed or stopped."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_finish_fails_the_save_on_all(
     if fault == "killed":
         assert rows[1] is None
     elif fault == "stopped":
-        # When it goes on, it learns what has happened without it, or that the others are gone.
+        # When the stopped rank continues, it learns what happened without it, or that the others are gone.
         assert rows[1][0]["raised"] in {"RankFailedError", "StorageError"}
     else:
         assert rows[1][0]["raised"] == expected[0]
@@ -235,8 +235,8 @@ def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, fo
     words = "is gone" if fault == "SIGKILL" else "has not answered for 3 s"
     assert f"rank 0, which keeps the record of a save, {words}" in outcome["message"]
     assert "a" in names
-    # A stopped rank 0 may go on: what it was writing is not taken from it before it is dead. Of a killed one the
-    # kernel closes the connection and the lock at two moments: the others may find it still locked.
+    # A stopped rank 0 may continue: what it was writing is not removed before it is dead. When rank 0 is killed, the
+    # kernel closes its connection and its lock at two moments: the others may find the files still locked.
     assert fault == "SIGKILL" or len(names) == 2
     assert names_after_next == ["a", "next"]
 
@@ -320,7 +320,7 @@ def test_ctrl_c_on_a_rank_before_its_part_is_queued_is_told_to_the_others(
     told = json.loads(fork_script(CTRL_C, strategy, first, second_is).stdout)
     ((second, third), (interrupted, third_there)), names = told
     assert interrupted == "interrupted"
-    if first == "fails":  # which is raised in the place of the second
+    if first == "fails":  # its error is raised instead of the second one's
         assert second["raised"] == "StorageError"
         assert "rank 1: cannot write the checkpoint: first" in second["message"]
     else:
@@ -449,7 +449,7 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
             assert row["raised"] == kind, (name, row)
             for word in words:
                 assert word in row["message"], (name, row)
-    assert one["pending"] == []  # live tensors are not written any more when the save has failed
+    assert one["pending"] == []  # live tensors are not written any more once the save has failed
     assert zero["fine"]["raised"] is one["fine"]["raised"] is None
     assert zero["alone"]["raised"] == "RankFailedError"
     assert "rank 1 did not begin the save of " in zero["alone"]["message"]
@@ -541,7 +541,7 @@ def test_tensors_are_whole_again_in_another_world(fork_script: ScriptRunner, tmp
         into: dict[str, Any] = {"w": torch.zeros(3_000_000), "b": torch.zeros(5, dtype=torch.int64)}
         checkpoint.load("model", into=into)
     assert torch.equal(into["w"], torch.full((3_000_000,), 3.0))
-    with DirectoryCheckpointer(strategy="sync") as checkpointer:  # one process, over what two have saved
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:  # one process saves over what two have saved
         checkpointer.save([Part("model", into, Kind.REPLICATED)], tmp_path / "run" / "copy")
     assert sorted(os.listdir(tmp_path / "run" / "copy")) == [
         "manifest.json",

@@ -1,4 +1,4 @@
-"""Every operation of a save, a copy, a removal and a load fails once, in every way: nothing is lost, and it is said."""
+"""Every operation of a save, copy, removal and load fails once, in every way: nothing is lost, errors are raised."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NEW = {"w": tensor_of(torch.uint8, 60_000, seed=1), "name": "new"}
 
 
 class SystemCalls:
-    """Counts the system calls about files below ``root``, and lets one of them fail, or all from one on.
+    """Counts the system calls on files below ``root``, and makes one of them fail, or all from one on.
 
     Args:
-        root: A directory.
+        root: The directory.
         first: Number of the first call that fails, from 1; 0 for none.
-        code: What it fails with.
+        code: The error code with which it fails.
         lasting: Whether all later calls fail, too.
     """
 
@@ -80,7 +80,7 @@ class SystemCalls:
             with self._lock:
                 self.calls.append(name)
                 number = len(self.calls)
-            if name == "close":  # whatever it says, the descriptor is gone
+            if name == "close":  # even if close() fails, the descriptor is gone
                 self._descriptors.discard(subject)
                 real(subject)
             if self._first and (number >= self._first if self._lasting else number == self._first):
@@ -107,7 +107,7 @@ def assert_tells(error: BaseException, path: Path, code: int) -> None:
 
 
 def attempt(checkpointer: Checkpointer, act: Callable[[Checkpointer], Any]) -> CheckpointError | None:
-    """The error of ``act``, whose background work is waited for, after making sure that it surfaces only once."""
+    """Return the error of ``act`` and its background work, after checking that it surfaces only once."""
     error = None
     try:
         act(checkpointer)
@@ -130,7 +130,7 @@ def act_on(action: str, path: Path) -> Callable[[Checkpointer], Any]:
 
 
 def prepare(action: str, directory: Path) -> Path:
-    """An empty directory, but for what the action needs; the path that it is about."""
+    """Make a directory that holds only what the action needs, and return the path that the action is about."""
     directory.mkdir(exist_ok=True)
     for name in os.listdir(directory):
         (directory / name).unlink()
@@ -150,7 +150,7 @@ def prepare(action: str, directory: Path) -> Path:
 def test_every_system_call_fails(
     action: str, strategy: Any, lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalStorage, "claim", lambda *_: None)  # does without whatever fails
+    monkeypatch.setattr(LocalStorage, "claim", lambda *_: None)  # a claim tolerates any failure
     directory = tmp_path / "run"
     path = prepare(action, directory)
     with SystemCalls(directory) as whole:
@@ -186,8 +186,8 @@ def test_every_system_call_fails(
             with Checkpointer(strategy="sync") as next_run:  # whose first save removes orphans
                 next_run.save(OLD, path)
             assert visible(directory) == sorted(os.listdir(directory)), f"an orphan stays: {failed}"
-    # Cleaning up may fail, and so may giving a descriptor back when the bytes are durable, and reading how old the
-    # others are.
+    # Cleaning up may fail, and so may closing a descriptor once the bytes are durable, and reading how old the
+    # other checkpoints are.
     assert survived <= {"scandir", "close", "unlink", "open", "fstat", "preadv", "stat", "lseek"}
 
 
@@ -223,7 +223,7 @@ def test_a_removal_that_fails(strategy: Any, code: int, tmp_path: Path, caplog: 
             with pytest.raises(StorageError) as caught:
                 checkpointer.remove(path)
             assert_tells(caught.value, path, code)
-        else:  # a file too many is no reason to end a training
+        else:  # a file that stays is no reason to end a training
             checkpointer.remove(path)
             checkpointer.wait()
             (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
@@ -261,7 +261,7 @@ def test_a_disk_that_fills_up_after_some_windows(number: int, tmp_path: Path) ->
 
 @pytest.fixture(params=["disk", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Storage]]:
-    """A directory, and the storage that it is in."""
+    """A directory, and the storage that holds it."""
     if request.param == "disk":
         (tmp_path / "run").mkdir()
         yield str(tmp_path / "run"), LocalStorage()
@@ -304,7 +304,7 @@ def test_every_operation_of_a_storage_fails(
         assert attempt(Checkpointer(strategy=strategy, storage=recording), action) is None
         expected = [operation.name for operation in recording.operations if operation.name not in LOOKS]
         assert expected in (["create", "write_at", "write_at", "commit"], ["copy"])
-        for name in ("list", "list_directories"):  # what is beside a checkpoint cannot keep it from being saved
+        for name in ("list", "list_directories"):  # what else is in the directory cannot prevent a save
             storage = FaultyStorage(inner, [Fault(name, 1, error)])
             assert attempt(Checkpointer(strategy=strategy, storage=storage), action) is None
         for index, name in enumerate(expected):
@@ -407,7 +407,7 @@ class TestWithoutFaultsItIsAStorageLikeAnyOther(StorageContract):
 
 @pytest.fixture
 def release() -> Iterator[threading.Event]:
-    """Ends the hanging of the storage; set at the end of the test whatever happens."""
+    """An event that ends the hanging of the storage, and is always set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -434,13 +434,13 @@ def test_a_storage_that_hangs(
     checkpointer = Checkpointer(max_pending=max_pending, storage=storage, listeners=[events.append])
     checkpointer.save(NEW, path)
     assert checkpointer.is_pending(path)
-    assert_same_state(checkpointer.load(other), OLD)  # does not wait
+    assert_same_state(checkpointer.load(other), OLD)  # this load does not wait
 
     loaded: list[Any] = []
     loading = in_thread(lambda: loaded.append(checkpointer.load(path)))
     saving = in_thread(lambda: checkpointer.save(NEW, next_path))
     if max_pending == 2:
-        saving.join()  # finds a buffer
+        saving.join()  # this save finds a buffer
     else:
         waits.wait()
     assert visible(tmp_path) == ["other.ckpt"]

@@ -53,7 +53,7 @@ def test_every_byte_arrives_whatever_its_size_and_place(threads: int, monkeypatc
     copy.wait_until(begin)
     for place, tensor in zip(places, expected, strict=True):
         assert torch.equal(place, tensor)
-    assert int(memory.long().sum()) == sum(int(tensor.long().sum()) for tensor in expected)  # and nothing beside them
+    assert int(memory.long().sum()) == sum(int(tensor.long().sum()) for tensor in expected)  # and nothing next to them
 
 
 def test_what_is_copied_stays_where_it_is_until_then_and_no_longer() -> None:
@@ -102,7 +102,7 @@ def test_no_file_is_begun_before_the_state_is_copied(monkeypatch: pytest.MonkeyP
 def test_nothing_is_written_while_the_state_is_copied(tmp_path: Path) -> None:
     is_written = threading.Event()
 
-    class Slow:  # to pickle, as long as which the copy has not ended
+    class Slow:  # slow to pickle, and the copy has not ended by then
         def __reduce__(self) -> tuple[Any, ...]:
             assert not is_written.wait(0.3)
             return collections.OrderedDict, ()

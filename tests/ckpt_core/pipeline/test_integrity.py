@@ -33,7 +33,7 @@ REFUSALS = (CheckpointCorruptedError, CheckpointFormatError)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small checkpoint that has tensors, an empty one, plain data and a footer."""
+    """The bytes of a small checkpoint with tensors, an empty one, plain data and a footer."""
     path = tmp_path_factory.mktemp("whole") / "a.ckpt"
     state = {"w": torch.arange(9.0), "e": torch.empty(0), "b": tensor_of(torch.uint8, 70), "x": [1, "text", None]}
     with Checkpointer(strategy="sync") as checkpointer:
@@ -237,7 +237,7 @@ def test_the_catalog_walks_back_over_damaged_and_foreign_files(whole: bytes, tmp
         os.utime(path, (1_000_000 + age, 1_000_000 + age))
     skipped: list[Any] = []
     catalog = Catalog(tmp_path, listeners=[skipped.append])
-    # The copies say the same of their age; of the others, which say nothing, the date decides.
+    # The copies record the same age; of the others, which record none, the date decides.
     assert [Path(info.path).stem for info in catalog.checkpoints()] == [*names[:1:-1], "2-flipped", "1-good"]
     newest = catalog.newest_verified()
     assert newest is not None
@@ -257,6 +257,6 @@ def test_a_pickle_of_other_sizes_than_its_records_is_refused(tmp_path: Path) -> 
     image.add_pickle(donor._pickle, donor._references, [])
     path = tmp_path / "mixed.ckpt"
     write_image(image, LocalStorage(), str(path), scratch=ScratchBuffers())
-    verify(path)  # every digest matches: only the sizes tell
+    verify(path)  # every digest matches: only the sizes differ
     with pytest.raises(CheckpointCorruptedError, match="size in the pickle differs"):
         Checkpointer().load(path)

@@ -12,11 +12,11 @@ from ckpt_core import CheckpointError, StorageError
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline.jobs import Job, JobQueue
 
-SECONDS = 200.0  # longer than anything here takes
+SECONDS = 200.0  # longer than anything here takes: what is not finished by then hangs
 
 
 class Recorded(JobQueue):
-    """Remembers what it has reported."""
+    """A queue that remembers what it has reported."""
 
     def __init__(self, on_error: str = "raise") -> None:
         self.reported: list[tuple[str, str, int]] = []
@@ -41,7 +41,7 @@ def failing(error: BaseException) -> Callable[[], None]:
 
 
 class Held:
-    """The first job of a queue, which runs until it is let go."""
+    """The first job of a queue, which runs until ``let_go`` is set."""
 
     def __init__(self, queue: JobQueue) -> None:
         self.let_go = threading.Event()
@@ -118,7 +118,7 @@ def test_a_wait_that_takes_too_long_says_so() -> None:
 
 
 def test_a_failure_is_raised_in_its_turn_whenever_another_one_was() -> None:
-    """So that processes which save together raise at the same saves, whichever has heard of what."""
+    """Processes that save together must raise at the same saves, whichever failures they have heard of."""
     queue = Recorded()
     queue.submit(job_of("a", failing(StorageError("first"))))
     queue.submit(job_of("b", failing(StorageError("second"))))

@@ -1,4 +1,4 @@
-"""States that are larger than the host memory for their copies: they pass through it, and nobody waits for ever."""
+"""States that are larger than the host memory for their copies: they pass through it, and no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.support.hanging import returns
 from tests.support.states import assert_same_state
 
 ROOM = 2 * WINDOW
-LONGEST_SECONDS = 200  # for what must not hang
+LONGEST_SECONDS = 200  # for calls that must not hang
 both_layouts = pytest.mark.parametrize("layout", ["file", "directory"])
 
 
 class Saves:
-    """Saves of one layout through 32 MiB."""
+    """Saves of one layout through 32 MiB of host memory."""
 
     def __init__(self, layout: str, directory: Path, **settings: Any) -> None:
         kind: Any = {"file": Checkpointer, "directory": DirectoryCheckpointer}[layout]
@@ -70,7 +70,7 @@ class Saves:
 
 
 def state_of(device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Three windows and more: views, columns, odd sizes, and tensors across the windows' ends."""
+    """Return three windows and more: views, columns, odd sizes, and tensors across the windows' ends."""
     generator = torch.Generator().manual_seed(1)
     random = {
         "first": torch.randn(5 * 2**20 + 3, generator=generator),
@@ -86,7 +86,7 @@ def state_of(device: str = "cpu") -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[WindowRelay]:
-    """The windows of each save that is begun."""
+    """The window relays of the saves that are begun."""
     found: queue.SimpleQueue[WindowRelay] = queue.SimpleQueue()
 
     def make(*arguments: Any) -> WindowRelay:
@@ -98,7 +98,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[WindowRelay]:
 
 
 def ends(act: Callable[[], Any]) -> None:
-    """Do something that must not hang, and raise what it raises."""
+    """Run ``act``, which must not hang, and raise what it raises."""
     assert returns(act, LONGEST_SECONDS), "it hangs"
 
 
@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_ends_the_wait_and_the_next_save_is_right(
     tmp_path: Path, layout: str, number: int | None
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    # Late enough that other threads wait for windows for which there is no room yet.
+    # Late enough that other threads already wait for windows for which there is no room.
     meant = Fault(
         lambda it: it.name == "write_at" and "one" in it.path and it.size >= 2**20, number=number, error=full, delay=0.2
     )
@@ -241,7 +241,7 @@ def test_frozen_tensors_are_not_written_again(tmp_path: Path) -> None:
     for name in ("one", "two"):
         ends(lambda name=name: saves.save(state, name, frozen=frozenset(["first"])))
         saves.checkpointer.wait()
-    state["first"][7] += 1  # called frozen, and is not
+    state["first"][7] += 1  # declared frozen, but changed
     ends(lambda: saves.save(state, "three", frozen=frozenset(["first"])))
     saves.checkpointer.close()
     links = [tmp_path / name / "model.safetensors" for name in ("one", "two", "three")]
@@ -328,7 +328,7 @@ def test_a_device_without_memory_for_a_temporary_fails_the_save(
 
 
 class Windows:
-    """The windows of a file, each of which is copied as a test says."""
+    """The windows of a file, each of which is copied by a function of the test."""
 
     is_staged = False
     region_size = approximate_size = 4 * WINDOW
@@ -343,11 +343,11 @@ class Windows:
         return memoryview(scratch.memory)
 
     def forget_sources(self) -> None:
-        """There are none."""
+        """Do nothing: there are no sources."""
 
 
 def copied_by_another(windows: WindowRelay) -> threading.Thread:
-    """Let a thread copy the windows, as the one that trains does; it ends whatever that raises."""
+    """Copy the windows on another thread, as the training thread does; it ends whatever the copy raises."""
 
     def copy() -> None:
         with contextlib.suppress(BaseException):
@@ -359,7 +359,7 @@ def copied_by_another(windows: WindowRelay) -> threading.Thread:
 
 
 def waits_for_room(windows: WindowRelay) -> None:
-    """Return when a thread waits for room."""
+    """Return once a thread waits for room."""
     deadline = time.monotonic() + LONGEST_SECONDS
     while not any(map(functools.partial(is_in_wait_for_room, windows), sys._current_frames().values())):
         assert time.monotonic() < deadline, "no thread waits for room"
@@ -445,7 +445,7 @@ def test_the_memory_comes_back_when_nothing_is_copied_into_it_any_more() -> None
     release = threading.Thread(target=snapshot.release)
     release.start()
     release.join(0.2)
-    assert pool.exhausted  # it is still being written to
+    assert pool.exhausted  # the buffer is still being written to
     may_end.set()
     ends(release.join)
     ends(training.join)

@@ -1,6 +1,6 @@
-"""Saves that overlap with training: the host waits for nothing, the device as late as is right, and nothing is torn.
+"""Saves that overlap with training: the host does not wait, the device waits as late as is right, and nothing is torn.
 
-Each test runs on the simulated device. A stream that is paused shows who waits for it.
+Each test runs on the simulated device. Pausing a stream shows what waits for it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tests.support.interrupting import at_every_moment
 from tests.support.states import assert_same_state
 
 MIB = 2**20
-LONGEST_SECONDS = 200  # for what returns at once
+LONGEST_SECONDS = 200  # for calls that return at once
 both_layouts = pytest.mark.parametrize("layout", ["file", "directory"])
 pytestmark = pytest.mark.parametrize("accelerator", [SIMULATED], indirect=True)
 
 
 class Training:
-    """A weight of 2 MiB and its momentum; a small weight, and a buffer of 4 MiB that no optimizer knows.
+    """Trains a weight of 2 MiB and its momentum; a small weight, and a buffer of 4 MiB that no optimizer knows.
 
     Args:
-        early: Whether there is something that is copied early.
+        early: Whether some of the tensors are copied early.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Training:
         checkpointers: Any = {"file": Checkpointer, "directory": DirectoryCheckpointer}
         self.checkpointer = checkpointers[layout](strategy="async", overlap=True, **settings)
         self.buffers = {"buffer": torch.zeros(MIB, device=self.device)} if early else {}
-        # Of no whole words, whose rest is copied early; and of no whole rows.
+        # Not a whole number of words, whose rest is copied early; and not of whole rows.
         sizes = {"weight": MIB // 2 + 301, "small": 10} if early else {"weight": MIB // 2 + 300}
         self.weights = {name: torch.nn.Parameter(torch.ones(n, device=self.device)) for name, n in sizes.items()}
         self.optimizer = torch.optim.SGD(self.weights.values(), lr=1.0, momentum=0.5)
@@ -88,7 +88,7 @@ class Training:
             return dict(opened.load("model", map_location="cpu"))
 
     def side_stream(self) -> torch.Stream:
-        """Return the stream that copies, after a first save, which makes it."""
+        """Return the stream that copies; the first save, made here, creates it."""
         self.save("first")
         self.checkpointer.wait()
         return streams._side_streams[torch.device(self.device, 0)]
@@ -106,11 +106,11 @@ def values(tensor: torch.Tensor) -> list[float]:
 
 
 def waits_on_the_host(save: Callable[[], None], side: torch.Stream, device: Any) -> bool:
-    """Whether a save does not return before its side stream has run."""
+    """Return whether a save does not return before its side stream has run."""
     device.module.pause(side)
     saving = threading.Thread(target=save)
     saving.start()
-    saving.join(1.0)  # what does not wait returns much sooner
+    saving.join(1.0)  # a save that does not wait returns much sooner
     waited = saving.is_alive()
     device.module.resume(side)
     saving.join()
@@ -147,7 +147,7 @@ def test_the_device_waits_for_the_step_and_not_for_what_comes_before(
         training.save()
         forward.fill_(1.0)
         assert returns(lambda: values(forward) == [1.0], LONGEST_SECONDS)
-        # As Lightning computes the whole step.
+        # In a closure, as Lightning computes the whole step.
         assert returns(lambda: training.step(lambda: forward.add_(1.0).cpu()), LONGEST_SECONDS)
         step_is_done = torch.accelerator.current_stream().record_event()
         assert not step_is_done.query()
@@ -268,7 +268,7 @@ def test_every_step_is_saved_as_it_was(tmp_path: Path, layout: str, accelerator:
         for step in range(5):
             expected.append(training.on_host())
             training.save(str(step))
-            training.buffers["buffer"].add_(1.0)  # nobody announces it
+            training.buffers["buffer"].add_(1.0)  # not announced by any optimizer
             training.buffers["buffer"].data.mul_(2.0)
             training.step()
         training.checkpointer.wait()
@@ -326,7 +326,7 @@ def test_steps_that_a_scaler_skips_and_steps_that_it_takes(
         training.checkpointer.wait()
         for step, wanted in enumerate(expected):
             assert_same_state(training.load(str(step)), wanted)
-    assert scaler.get_scale() == 4.0  # two were skipped
+    assert scaler.get_scale() == 4.0  # two steps were skipped
     weights = [wanted["weight"].unique().tolist() for wanted in expected]
     assert [weights[step + 1] == weights[step] for step in range(5)] == [True, False, False, True, False]
 
@@ -353,19 +353,19 @@ def test_what_a_save_queues_for_tensors_of_odd_sizes_is_no_more_than_for_others(
     tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
 ) -> None:
     counts = []
-    for more in (0, 2):  # numbers of 4 bytes
+    for more in (0, 2):  # additional elements of 4 bytes
         training = Training(accelerator, layout, tmp_path, early=False)
         weights = [torch.nn.Parameter(torch.ones(MIB // 4 + more, device=training.device)) for _ in range(30)]
         training.weights = {str(number): weight for number, weight in enumerate(weights)}
         training.optimizer = torch.optim.SGD(weights, lr=1.0)
         training.step()
         training.side_stream()
-        gc.collect()  # to free memory is work for the device, too
+        gc.collect()  # freeing memory is work for the device, too
         before = accelerator.module.work_queued()
         training.save()
         training.checkpointer.close()
         counts.append(accelerator.module.work_queued() - before)
-    assert counts[1] < counts[0] + len(weights) // 2  # not one more for each
+    assert counts[1] < counts[0] + len(weights) // 2  # not one more for each weight
 
 
 # ---- changes that nobody announces -----------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_a_change_that_no_hook_sees_fails_the_save_and_later_ones_wait(
     accelerator.module.pause(side)
     try:
         training.save()
-        changed.data[MIB // 3].add_(1.0)  # one number, and autograd does not count it
+        changed.data[MIB // 3].add_(1.0)  # one element, and autograd does not count the change
         assert values(changed) == [1.0, 2.0] or values(changed) == [0.0, 1.0]
     finally:
         accelerator.module.resume(side)
@@ -493,7 +493,7 @@ def test_sums_see_every_part_of_tensors_of_any_size(
     fill_up = RowSums._filled_up
 
     def filled_up(self: RowSums, parts: list[torch.Tensor], nbytes: int) -> torch.Tensor:
-        assert len({part.device for part in parts}) == 1  # CUDA joins no others
+        assert len({part.device for part in parts}) == 1  # CUDA does not join parts of several devices
         return fill_up(self, parts, nbytes)
 
     monkeypatch.setattr(RowSums, "_filled_up", filled_up)
@@ -543,7 +543,7 @@ def test_a_buffer_is_not_used_again_while_something_is_copied_into_it(
     training.module.pause(side)
     try:
         training.save()
-        assert not training.checkpointer._pipeline.queue.wait(timeout=1.0)  # it has failed, and is not over
+        assert not training.checkpointer._pipeline.queue.wait(timeout=1.0)  # the save has failed, but is not over
         assert training.checkpointer._pipeline.buffers.exhausted
     finally:
         training.module.resume(side)
@@ -577,7 +577,7 @@ def test_much_that_no_optimizer_owns_is_copied_before_the_save_returns(
 
 def test_what_no_optimizer_has_changed_yet_is_copied_early(tmp_path: Path, accelerator: SimulatedAccelerator) -> None:
     weight = torch.ones(MIB, device=accelerator.type)
-    torch.optim.SGD([weight.requires_grad_()], lr=1.0)  # has made no step
+    torch.optim.SGD([weight.requires_grad_()], lr=1.0)  # the optimizer has made no step
     with accelerator.module.lazy(side_streams_only=True), Checkpointer(overlap=True) as checkpointer:
         checkpointer.save({"weight": weight.detach()}, tmp_path / "saved")
         weight.data.fill_(2.0)
@@ -629,7 +629,7 @@ def test_a_failure_of_the_device_fails_the_save_and_not_the_training(
         training.step()
         with pytest.raises(CheckpointError, match="the device has gone"):
             training.checkpointer.wait()
-        assert training.module.in_flight() == 0  # the buffer is used again
+        assert training.module.in_flight() == 0  # so that the buffer can be used again
     monkeypatch.undo()
     expected = training.on_host()
     training.save()
@@ -660,7 +660,7 @@ def test_a_save_inside_of_a_capture_is_refused_before_anything_is_queued(
 ) -> None:
     state: Any = {"weight": torch.ones(MIB, device=accelerator.type)}
     checkpointers: Any = {"file": Checkpointer, "directory": DirectoryCheckpointer}
-    gc.collect()  # to free memory is work for the device, too
+    gc.collect()  # freeing memory is work for the device, too
     with checkpointers[layout](strategy=strategy) as checkpointer:
         before = accelerator.module.work_queued(), accelerator.module.host_waits()
         with accelerator.module.capturing(), pytest.raises(CheckpointError, match=r"torch\.cuda\.graph"):

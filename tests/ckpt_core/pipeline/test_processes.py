@@ -1,4 +1,4 @@
-"""Whole processes: kills, exits, signals and memory."""
+"""Saves in whole processes: kills, exits, signals and memory."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_killed_at_any_moment_the_name_holds_a_whole_checkpoint(
     existed = False
     for newest, found, verified, whole, orphans in rows:
         assert orphans <= 1, "the next process's first save removes what the one before left"
-        if not verified:  # killed before the first save of all
+        if not verified:  # killed before the very first save
             assert strategy == "async"
             assert not existed
             continue
         existed = True
         assert whole
-        # What a sync save has reported is there; the child may be killed between its commit and its report.
+        # A checkpoint that a sync save has reported exists; the child may be killed between its commit and its report.
         if strategy == "sync":
             assert found >= newest
     assert existed

@@ -1,4 +1,4 @@
-"""Memory for the copies of saves, allocated beside the training and not by the first save."""
+"""Memory for the copies of saves is allocated alongside training, and not by the first save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.reserving import allocations, wait_until_reserved
 
 @pytest.fixture
 def allocating(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the threads that have allocated."""
+    """The names of the threads that have allocated buffers."""
     return allocations(monkeypatch)
 
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_asked_for_its_size_does_not_end_the_training(allocating:
 
 
 def test_a_buffer_that_comes_back_wakes_everybody_who_waits() -> None:
-    """Also the save of a signal handler, inside of one that has waited for longer and cannot go on before it."""
+    """Also the save of a signal handler, inside one that has waited longer and cannot continue before it."""
     pool = BufferPool(1)
     lent = pool.acquire(10)
     waiting = [threading.Thread(target=pool.wait, daemon=True) for _ in range(3)]

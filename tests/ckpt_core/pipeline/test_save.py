@@ -1,4 +1,4 @@
-"""Whatever happens in a save, its buffer comes back, its state is let go of, and the next save works."""
+"""Whatever happens in a save, its buffer is returned, its state is released, and the next save works."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Storage
 
 LAYOUTS = ["file", "directory"]
 STRATEGIES = ["sync", "async"]
-NUMBERS = 5_000_000  # floats: more than one window
+NUMBERS = 5_000_000  # floats: more than one window of a file
 
 
 def save_of(layout: str, pipeline: Pipeline, tensor: torch.Tensor, storage: Storage, path: Path) -> Save:
@@ -44,7 +44,7 @@ def save_of(layout: str, pipeline: Pipeline, tensor: torch.Tensor, storage: Stor
 
 
 def save(pipeline: Pipeline, save: Save) -> None:
-    """Save, and raise what has failed, in the background too."""
+    """Save, and raise any failure, also one in the background."""
     with pipeline.attempt(save.path):
         pipeline.save(save, started=time.perf_counter())
     assert pipeline.queue.wait(timeout=60.0)
@@ -149,7 +149,7 @@ def test_ctrl_c_in_a_save_without_a_copy_waits_until_the_live_tensors_are_writte
 
     def interrupt_when_it_waits() -> None:
         assert waits.wait(200.0)
-        while not is_interrupted.wait(0.1):  # one that comes right before the thread begins to wait does not wake it
+        while not is_interrupted.wait(0.1):  # a signal right before the thread begins to wait does not wake it
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         may_write.set()
 
@@ -186,7 +186,7 @@ def test_a_commit_is_told_after_the_snapshot(layout: str, tmp_path: Path) -> Non
 
 
 class Held:
-    """Is pickled, on the thread that saves, when it is let go."""
+    """Its pickling, on the thread that saves, waits until it is let go."""
 
     def __init__(self) -> None:
         self.reached, self.let_go = threading.Event(), threading.Event()

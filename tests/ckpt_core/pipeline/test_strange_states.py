@@ -1,4 +1,4 @@
-"""States that cannot be saved, or not be read by default: said at the save, by key."""
+"""States that cannot be saved, or not be read by default: reported at the save, with the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is frozen and did not change between two saves is not written again, and every checkpoint is whole without the others."""
+"""Frozen tensors that did not change between two saves are not written again, and every checkpoint is whole alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEADY = 2  # saves until what does not change has been written, and is linked
 def train_and_save(
     run: FineTune, checkpointer: DirectoryCheckpointer, path: Path | str, *, kind: Kind = Kind.SHARDED
 ) -> dict[str, torch.Tensor]:
-    """Return the model that is saved."""
+    """Train a step and save; return the model that was saved."""
     run.step()
     checkpointer.save(run.parts(kind), path)
     checkpointer.wait()
@@ -36,7 +36,7 @@ def train_and_save(
 
 
 def saved(root: Path, count: int, run: FineTune, **options: Any) -> dict[Path, dict[str, torch.Tensor]]:
-    """Save ``count`` times; the models by path."""
+    """Save ``count`` times; return the models by path."""
     with DirectoryCheckpointer(slice_replicated=True, **options) as checkpointer:
         return {root / f"step={n}": train_and_save(run, checkpointer, root / f"step={n}") for n in range(count)}
 
@@ -59,7 +59,7 @@ def test_a_save_writes_what_is_trained_and_little_more(strategy: Any, place: str
             written.append(bytes_written(storage) - before)
     everything = run.trained_bytes + sum(tensor.nbytes for tensor in run.frozen.values())
     assert all(count > everything for count in written[: STEADY - 1])
-    # Blocks of the disk, headers, digests and the manifest are all that comes on top.
+    # Only blocks of the disk, headers, digests and the manifest are added.
     overhead = 10 * 4096
     assert all(run.trained_bytes < count < run.trained_bytes * 1.05 + overhead for count in written[STEADY - 1 :])
     assert copies(storage) == STEADY + 2
@@ -290,7 +290,7 @@ def test_another_file_of_the_same_size_is_not_taken_over(tmp_path: Path, caplog:
         for number in range(STEADY):
             train_and_save(run, checkpointer, tmp_path / str(number))
         (file,) = files_with(tmp_path / "1", UNCHANGED)
-        other = file.read_bytes().replace(b"  ", b"\t ", 1)  # as safetensors, it is the same
+        other = file.read_bytes().replace(b"  ", b"\t ", 1)  # the same to safetensors, but in other bytes
         file.unlink()
         file.write_bytes(other)
         model = train_and_save(run, checkpointer, tmp_path / "next")
@@ -303,7 +303,7 @@ def test_a_resumed_run_reads_back_what_it_links_to(tmp_path: Path, caplog: pytes
     saved(tmp_path, 4, run)
     with DirectoryCheckpointer(slice_replicated=True, strategy="sync") as checkpointer:
         with checkpointer.load(tmp_path / "step=3"):
-            damage(tmp_path / "step=3")  # in the instant after
+            damage(tmp_path / "step=3")  # right after the load
         model = train_and_save(run, checkpointer, tmp_path / "next")
         assert "damaged" in caplog.text
         assert_same_state(load_model(tmp_path / "next"), model)

@@ -17,11 +17,11 @@ from tests.conftest import ScriptRunner
 from tests.support.fine_tuning import FineTune, copies, load_model
 from tests.support.states import assert_same_state
 
-WARM = 2  # saves after which what is unchanged is linked
+WARM = 2  # number of saves after which what is unchanged is linked
 
 
 class Broken(FaultyStorage):
-    """Fails at operation number ``broken`` from then on, when that is set."""
+    """Fails once: in the ``countdown``-th operation after that was set."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(LocalStorage(), [Fault(self._is_it, number=None, error=error)])
@@ -196,7 +196,7 @@ def test_ranks_link_their_own_files_also_with_another_number_of_them(
 
 
 def test_a_rank_that_fails_leaves_the_others_files_unlinked(tmp_path: Path) -> None:
-    """A save of one rank whose storage fails after it linked: the checkpoint before is what the next one links to."""
+    """One rank's storage fails after the save has linked files: the next save links to the checkpoint before."""
     run = FineTune.new(layers=2, width=200)
     storage = FaultyStorage(
         LocalStorage(), [Fault("publish_directory", number=WARM + 1, error=OSError(errno.ENOSPC, "full"))]

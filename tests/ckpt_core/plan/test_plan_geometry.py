@@ -23,7 +23,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 def elements(shape: tuple[int, ...], box: Box) -> np.ndarray:
-    """The flat indices of the box's elements."""
+    """Return the flat indices of the box's elements."""
     slices = tuple(slice(begin, end) for begin, end in zip(box.offset, box.end, strict=True))
     return np.arange(math.prod(shape)).reshape(shape)[slices].ravel()
 
@@ -37,7 +37,7 @@ def test_byte_runs_are_where_numpy_says(data: st.DataObject) -> None:
     found = [byte for begin, nbytes in runs for byte in range(begin, begin + nbytes)]
     expected = [int(element) * itemsize + byte for element in elements(shape, box) for byte in range(itemsize)]
     assert found == expected
-    # As long as can be: the next run never goes on where the last one ended.
+    # Each run is as long as possible: the next one never begins where the last one ended.
     assert all(begin + nbytes < following for (begin, nbytes), (following, _) in itertools.pairwise(runs))
     assert all(nbytes > 0 for _, nbytes in runs)
 
@@ -65,7 +65,7 @@ def test_an_intersection_has_the_elements_of_both(data: st.DataObject) -> None:
         ((6, 4), 3, 0),
         ((1001, 1000), 2, 0),  # rows, though columns could be cut more evenly
         ((3, 1000), 2, 1),  # two rows against one would be half as much again
-        ((3, 5), 64, 1),  # there is no more to cut along one dimension
+        ((3, 5), 64, 1),  # 5 parts are the most along one dimension
     ],
 )
 def test_a_box_is_cut_evenly_and_by_rows_first(shape: tuple[int, ...], parts: int, dimension: int) -> None:

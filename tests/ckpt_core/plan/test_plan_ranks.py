@@ -1,4 +1,4 @@
-"""Models that torch itself shards, on real ranks: what all of them write makes up the full tensors, once.
+"""Models that torch itself shards, on real ranks: together they write the full tensors, each element once.
 
 This file is the test and the script that it runs as ranks.
 """
@@ -45,7 +45,7 @@ def case(*worlds: int) -> Callable[[Callable[[int], None]], Callable[[int], None
 
 
 class Block(nn.Module):
-    """Sizes that no number of ranks divides; on most ranks there is nothing of `gate` and of the scalar-like bias."""
+    """Layers whose sizes no number of ranks divides; most ranks hold nothing of `gate` and of the scalar-like bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 def trained(model: nn.Module, *, steps: int = 2) -> dict[str, torch.Tensor]:
-    """The tensors of the model and its optimizer after some steps."""
+    """Return the tensors of the model and its optimizer after some steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(steps):
         torch.manual_seed(10 * step + dist.get_rank())
@@ -79,7 +79,7 @@ def planned(state: dict[str, torch.Tensor], *, replicated: bool = True) -> dict[
 
 
 def check(state: dict[str, torch.Tensor], wholes: dict[str, torch.Tensor]) -> None:
-    """What all ranks write of `state` is `wholes`, every element once."""
+    """Check that the ranks, for `state`, together write `wholes`, every element once."""
     mine = {
         key: [(piece.box, piece.tensor.clone()) for piece in pieces]
         for key, pieces in WritePlanCache().writes_of_rank(planned(state), dist.get_rank()).items()
@@ -157,7 +157,7 @@ def tensor_parallel_and_fsdp(world: int) -> None:
 
 @case(6)
 def tensor_parallel_and_fsdp_uneven(world: int) -> None:
-    """7 rows in 2 parts, each in 3: torch's own offsets put a row on a rank that has none."""
+    """7 rows in 2 parts, each split in 3: torch's own offsets put a row on a rank that has none."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Sequential(nn.Linear(4, 7)), mesh["tp"], {"0": ColwiseParallel()})
     whole = {"0.weight": same_on_all_ranks(7, 4), "0.bias": same_on_all_ranks(7)}
@@ -306,7 +306,7 @@ def run_rank(rank: int, world: int, directory: Path) -> None:
         world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )
-    # So that small tensors are cut too.
+    # Let small tensors be cut, too.
     slicing.SMALLEST_PART, slicing.SMALLEST_SHARE = 64, 16
     outcomes = {}
     for name, (worlds, function) in CASES.items():
@@ -325,7 +325,7 @@ def run_rank(rank: int, world: int, directory: Path) -> None:
 
 
 def main() -> None:
-    """Run all ranks as children of one process: what they have to import takes longer than the cases."""
+    """Run all ranks as children of one process: their imports take longer than the cases."""
     importlib.import_module("torch._dynamo")
     for world in sorted({world for worlds, _ in CASES.values() for world in worlds}):
         children = []
@@ -346,7 +346,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What the one run of the script found; it is started by the first test."""
+    """The outcomes of the one run of the script, which the first test starts."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Who writes what: every element once, evenly, and each rank finds its part alone."""
+"""Which rank writes what: every element once, evenly, and each rank computes its part alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ World = list[dict[str, LocalTensor]]
 
 
 def writes_of_rank(tensors: dict[str, LocalTensor], rank: int) -> dict[str, tuple[Piece, ...]]:
-    return WritePlanCache().writes_of_rank(tensors, rank)  # planned anew
+    return WritePlanCache().writes_of_rank(tensors, rank)  # planned from scratch
 
 
 @contextmanager
 def small_parts() -> Iterator[None]:
-    """Let tensors of some bytes be cut."""
+    """Let tensors of a few bytes be cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slicing, "SMALLEST_PART", 8)
         patch.setattr(slicing, "SMALLEST_SHARE", 4)
@@ -51,7 +51,7 @@ def replicated_world(tensors: dict[str, torch.Tensor], ranks: int) -> World:
 
 
 def add_sharded(world: World, key: str, tensor: torch.Tensor, mesh: np.ndarray, placements: list[Placement]) -> None:
-    """What ``local_tensor`` says on each rank of a DTensor, without processes."""
+    """Add what ``local_tensor`` returns on each rank for a DTensor, without processes."""
     for rank, tensors in enumerate(world):
         shardings = tuple(sharding_of(placement) for placement in placements)
         share = _MeshView(SimpleNamespace(mesh=torch.tensor(mesh)), rank).share(tuple(tensor.shape), shardings)
@@ -69,7 +69,7 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def check_written_once(
     world: World, wholes: dict[str, torch.Tensor], plans: list[dict[str, Any]] | None = None
 ) -> None:
-    """Every element is written by one rank, with its value; a tensor without elements by one rank too."""
+    """Check that every element is written by one rank, with its value; a tensor without elements by one rank, too."""
     plans = plans or [writes_of_rank(tensors, rank) for rank, tensors in enumerate(world)]
     for key, tensor in wholes.items():
         times = torch.zeros(tensor.shape, dtype=torch.int)
@@ -102,7 +102,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, dict[str, torch.Tensor]]:
             for rank, tensors in enumerate(world):
                 tensors[key] = local_tensor(wholes[key], key=key, rank=rank, world_size=ranks, replicated=True)
             continue
-        # A mesh of some or all ranks, ascending along each dimension: the others are no members.
+        # A mesh of some or all ranks, ascending along each dimension: the other ranks are not members.
         mesh = draw(st.sampled_from([m for m in MESHES if math.prod(m) <= ranks]))
         members = np.array(order[: math.prod(mesh)]).reshape(mesh)
         for dimension in range(len(mesh)):
@@ -195,7 +195,7 @@ def test_the_order_of_the_state_does_not_matter() -> None:
 
 
 def test_the_work_for_a_tensor_does_not_grow_with_the_number_of_ranks() -> None:
-    """Counted in lines run, since time says little."""
+    """Measured in lines run, because timings say little."""
     tensors = {f"t{n}": torch.zeros(1).expand(10_000_000 + n) for n in range(200)}
 
     def lines_run(ranks: int) -> int:
@@ -258,7 +258,7 @@ class TestCache:
         fresh = writes_of_rank(changed, rank)
         assert {k: [p.box for p in v] for k, v in planned.items()} == {k: [p.box for p in v] for k, v in fresh.items()}
         cache.writes_of_rank(*made())
-        assert cache.misses == 2  # the earlier one is still known
+        assert cache.misses == 2  # the earlier plan is still cached
 
     def test_it_keeps_no_tensors_and_only_so_many_plans(self) -> None:
         cache = WritePlanCache()
@@ -268,7 +268,7 @@ class TestCache:
         cache.writes_of_rank(replicated_world({"x": torch.zeros(2)}, 1)[0], 0)
         assert cache.misses == slicing.MOST_PLANS + 1
         cache.writes_of_rank(replicated_world({"x": torch.zeros(1)}, 1)[0], 0)
-        assert cache.misses == slicing.MOST_PLANS + 2  # the oldest was forgotten
+        assert cache.misses == slicing.MOST_PLANS + 2  # the oldest plan was evicted
 
 
 @given(worlds(), st.data())

@@ -1,4 +1,4 @@
-"""What of a tensor is on this rank: every kind that can be saved, and a clear no to the others."""
+"""Which part of a tensor is on this rank: every kind that can be saved, and a clear refusal of the others."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class TestRefused:
 
 
 class TestDistributed:
-    """Seen from rank 3 of 8, at (0, 3) of the mesh."""
+    """Distributed tensors as seen from rank 3 of 8, at (0, 3) of the mesh."""
 
     def made(
         self, mesh: DeviceMesh, shape: tuple[int, ...], whole: tuple[int, ...], *placements: object

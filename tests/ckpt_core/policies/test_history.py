@@ -1,4 +1,4 @@
-"""What a run knows of its checkpoints and of those before it, for its retention policy."""
+"""What a run knows of its own and earlier checkpoints, for its retention policy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_an_earlier_run_is_read_once_and_stays_if_it_cannot_be()
 
 def test_a_later_process_knows_what_an_earlier_one_knew(tmp_path: Path) -> None:
     state = of_three(KeepLatest(1)).state_dict()
-    state[0]["time"] = ahead = commit_time() + 1000  # of a machine whose clock is ahead
+    state[0]["time"] = ahead = commit_time() + 1000  # from a machine whose clock is ahead
     for step in (1, 3):
         (tmp_path / f"step={step}").touch()
     history = RetentionHistory(KeepLatest(1))

@@ -1,4 +1,4 @@
-"""When to save: the interval against the closed form, its bounds, and that ranks with other clocks agree."""
+"""The interval of saves: against the closed form, its bounds, and that ranks with different clocks agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DAY = 24 * 3600.0
 
 
 def seconds_for_work(work: float, cost: float, mtbf: float) -> float:
-    """Expected time for so much work with failures at random (Daly 2006, equation 13), per second of work."""
+    """Return the expected time per second of work, with random failures (Daly 2006, equation 13)."""
     return mtbf * math.expm1((work + cost) / mtbf) / work
 
 
@@ -99,7 +99,7 @@ class Run:
             for rank, seconds in enumerate(self.step_seconds):
                 self.clocks[rank] += seconds
             due = {schedule.due(self.step) for schedule in self.schedules}
-            assert len(due) == 1  # all or none
+            assert len(due) == 1  # all ranks or none
             if due == {True}:
                 proposal = self.schedules[0].propose(self.step, 0.1)
                 for rank, schedule in enumerate(self.schedules):

@@ -1,4 +1,4 @@
-"""Whoever touches what is being saved waits for it, and nobody else does."""
+"""A caller that touches what is being saved waits for it, and no other caller does."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_nothing_else_waits(held: HeldSave) -> None:
     def look() -> bool:
         folder = held.path.parent
         (folder / "old" / "state.json").write_text("{}")
-        (folder / "newer").mkdir()  # whose name begins as that of the one being saved
+        (folder / "newer").mkdir()  # its name begins as that of the one being saved
         os.listdir(folder / "newer")
         os.listdir(folder.parent)
         assert folder.is_dir()
@@ -147,7 +147,7 @@ def test_a_save_that_fails_leaves_nothing_to_be_found(tmp_path: Path) -> None:
 def test_a_wait_can_be_interrupted(held: HeldSave) -> None:
     main = threading.main_thread().ident
     timer = threading.Timer(A_MOMENT, signal.pthread_kill, [main, signal.SIGINT])
-    with pytest.raises(KeyboardInterrupt):  # which may come before the wait on a busy machine
+    with pytest.raises(KeyboardInterrupt):  # on a busy machine, the signal may come before the wait
         timer.start()
         held.path.exists()
     timer.join()

@@ -1,4 +1,4 @@
-"""Lines about a run stand on lines of their own, whoever draws a progress bar."""
+"""Log lines stand on lines of their own, whichever library draws a progress bar."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def terminal() -> Terminal:
 
 
 def use(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the test itself: pytest replaces the streams after the fixtures."""
+    """Replace the streams in the test itself: pytest replaces them after the fixtures."""
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "__stderr__", terminal)
 
 
 @pytest.fixture
 def logger(terminal: Terminal) -> Iterator[logging.Logger]:
-    """One whose parent has a handler from before any bar was there, as Lightning's has."""
+    """A logger whose parent has a handler from before any bar was drawn, as Lightning's has."""
     parent, handler = logging.getLogger("console"), logging.StreamHandler(terminal)
     parent.addHandler(handler)
     parent.setLevel("INFO")

@@ -1,4 +1,4 @@
-"""The thread that hears signals: it has ended when it was closed."""
+"""The thread that hears signals has ended once it is closed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_came_before_has_been_heard_when_it_has_caught_up() -> None:
 
 def test_the_thread_ends_where_another_process_has_its_pipe() -> None:
     thread = SignalThread(lambda _: None)
-    copy = os.dup(thread._writes)  # as a child that a C library has forked
+    copy = os.dup(thread._writes)  # as in a child that a C library has forked
     try:
         thread.close()
     finally:

@@ -1,4 +1,4 @@
-"""A few threads over a list of jobs."""
+"""``run_parallel``: a few threads work through a list of jobs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_first_error_is_raised_when_all_threads_have_stopped() -> None:
     with pytest.raises(ValueError, match="job 3"):
         run_parallel(work, range(10_000), threads=4)
     count = len(done)
-    assert count < 9_999  # without the failed one, all the others
+    assert count < 9_999  # 9,999 would be all but the failed one
     time.sleep(0.05)
     assert len(done) == count
 
@@ -83,7 +83,7 @@ def test_an_error_of_the_jobs_themselves_is_raised() -> None:
 
 
 def test_an_interrupt_is_raised_only_when_no_thread_works_any_more() -> None:
-    """The caller frees the memory and closes the file that the threads are writing from and to."""
+    """The caller then frees the memory that the threads read, and closes the file that they write to."""
     other_has_begun, main_is_done = threading.Event(), threading.Event()
     finished: list[str] = []
 
@@ -109,7 +109,7 @@ def test_an_interrupt_is_raised_only_when_no_thread_works_any_more() -> None:
 
 @pytest.mark.parametrize("method", ["wait", "set"])
 def test_ctrl_c_at_any_moment_leaves_nobody_waiting(method: str) -> None:
-    """Of a ``threading.Event``, the lock would stay taken, and the thread that sets it wait for ever."""
+    """With a ``threading.Event``, the lock would stay taken, and the thread that sets it would wait for ever."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
