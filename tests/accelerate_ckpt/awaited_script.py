@@ -1,4 +1,4 @@
-"""What scripts do with a checkpoint right after ``save_state``: called with a directory, prints JSON for each case."""
+"""Use checkpoints as scripts do right after ``save_state``: ``awaited_script.py DIRECTORY [CASE...]``; prints JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = "model.safetensors"
 
 
 def names(path: Path) -> list[str]:
-    """Return what both stock's checkpoints and ours have, and what the script wrote."""
+    """Return the files that both stock's checkpoints and ours have, and those that the script wrote."""
     return sorted(
         name for name in os.listdir(path) if not name.startswith(("rank-", "optimizer", "random", "manifest"))
     )
@@ -73,7 +73,7 @@ def remove_all(d: Path) -> Any:
 
 
 def prune_by_date(d: Path) -> Any:
-    """Keep the newest, by date: that is the one just saved."""
+    """Keep the newest checkpoint by date, which is the one just saved."""
     os.makedirs(d.with_name("checkpoint-0"))
     os.utime(d.with_name("checkpoint-0"), (1, 1))
     *old, newest = sorted(glob.glob(str(d.with_name("checkpoint-*"))), key=os.path.getmtime)
@@ -88,7 +88,7 @@ def link(d: Path) -> Any:
 
 
 def upload(d: Path) -> Any:
-    """Walk as the clients of artifact stores do, on a thread."""
+    """Walk the directory in a thread, as clients of artifact stores do."""
 
     def walk() -> Any:
         return [sorted(set(files) & {MODEL}) for _, _, files in os.walk(d)]
@@ -196,7 +196,7 @@ def main(out: Path, chosen: list[str]) -> None:
     left = {str(path.relative_to(out)) for path in out.glob("*/*") if path.is_dir() and not path.is_symlink()}
     print(json.dumps(["left", sorted(path for path in left if not path.partition("/")[0].endswith("-link"))]))
     names = {thread.name for thread in threading.enumerate() if "ckpt" in thread.name}
-    print(json.dumps(["threads", sorted(names - {"ckpt-signals"})]))  # which sleeps for as long as the process lives
+    print(json.dumps(["threads", sorted(names - {"ckpt-signals"})]))  # which lives as long as the process
 
 
 if __name__ == "__main__":

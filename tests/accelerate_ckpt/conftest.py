@@ -14,7 +14,7 @@ __all__ = ["fresh_accelerate", "ranks"]
 
 @pytest.fixture(autouse=True)
 def _no_accelerator_of_others() -> Iterator[None]:
-    """Accelerate knows of no Accelerator of an earlier test, nor do the processes that are forked from this one."""
+    """Make Accelerate forget the Accelerators of earlier tests, also for processes that are forked from this one."""
     _forget_accelerators()
     yield
     _end_sessions()
@@ -23,12 +23,12 @@ def _no_accelerator_of_others() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate as in a new process, on the CPU."""
+    """Use Accelerate as in a new process, on the CPU."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
 def _end_sessions() -> None:
-    """End what a test has left under way: its uploads and failures would be those of the next one."""
+    """End what a test has left running: its uploads and failures would appear in the next test."""
     if "accelerate_ckpt._attach" in sys.modules:
         from accelerate_ckpt._attach import drain
         from accelerate_ckpt._state.session import close_sessions

@@ -1,4 +1,4 @@
-"""One rank of a run whose number of ranks changes: what it is given of the data, for many ways to load it."""
+"""One rank of an elastic run: the samples that it gets when the number of ranks changes, for many ways to load data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 83
 
 
 class Numbered(Samples):
-    """Samples that are their own number."""
+    """A data set whose samples are their own indices."""
 
     def __init__(self, size: int = SAMPLES) -> None:
         super().__init__(size)
@@ -30,7 +30,7 @@ class Numbered(Samples):
 
 
 class NumberedStream(IterableDataset):
-    """The same, read in order; workers share it out."""
+    """The same samples as an iterable data set in order, shared between workers."""
 
     def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()
@@ -48,7 +48,7 @@ CELLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "workers": (lambda seed, world: _loader(seed, world, num_workers=2), {}),
     "generator": (lambda seed, world: _loader(seed, world, generator=torch.Generator().manual_seed(seed)), {}),
     "drop_last": (lambda seed, world: _loader(seed, world, drop_last=True), {}),
-    # the batch of all ranks together stays as large as it was
+    # the batch of all ranks together keeps its size
     "same_total": (lambda seed, world: _loader(seed, world, batch_size=12 // world), {}),
     "split_batches": (lambda seed, world: _loader(seed, world, batch_size=12), {"split_batches": True}),
     "seedable": (_loader, SEEDABLE),
@@ -71,18 +71,18 @@ CELLS: dict[str, tuple[Any, dict[str, Any]]] = {
 def stage(
     directory: Path, name: str, source: str | None, save_after: int, cells: list[str], seed: int
 ) -> dict[str, Any]:
-    """Continue what the ranks of stage ``source`` saved to the end of the next epoch; save on the way as ``name``.
+    """Continue from what stage ``source`` saved to the end of the next epoch, and save on the way as ``name``.
 
     Args:
         directory: Where the stages save.
-        name: Of this stage.
-        source: The stage to go on from; None to begin.
+        name: Name of this stage.
+        source: The stage to continue from; None to start from scratch.
         save_after: Number of steps after which to save; with 0 after the epoch.
         cells: The ways to load data.
         seed: What the script seeds its generators with.
 
     Returns:
-        For each cell what this rank was given in each epoch, batch by batch, and what it was told about the resume.
+        For each cell the batches of this rank in each epoch, its random numbers, and the warnings about the resume.
     """
     found: dict[str, Any] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Data, loaders and the training scripts of the tests of exact resume under Accelerate."""
+"""Data sets, loaders and styles of training scripts for the tests of exact resume under Accelerate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BATCH = 4
 
 
 class Batches(Samples):
-    """A data set that is asked for whole batches."""
+    """A data set whose index is a whole batch of indices."""
 
     def __getitem__(self, index: Any) -> Any:
         return torch.tensor(index), torch.stack([augment(i) for i in index])
@@ -86,14 +86,14 @@ class Cell:
     """One way to load data and to write a training script.
 
     Attributes:
-        loader: Makes the loaders, the one that is trained on first.
+        loader: Makes the loaders; the first is trained on.
         config: How Accelerate prepares them.
         style: How the script continues: ``iterate`` (unchanged), ``skip`` (``skip_first_batches`` and
             ``set_epoch``).
         accumulate: Micro-batches in one optimizer step.
         evaluate: Iterate over the second loader after each epoch.
         together: Iterate over both loaders together.
-        local: No DDP, because the ranks do not have equally many batches.
+        local: Train without DDP, because ranks have different numbers of batches.
         hidden: Width of the model.
     """
 

@@ -1,8 +1,8 @@
 """One rank of a training run under Accelerate, for many ways to load data (``exact_cells``), in one process.
 
 ``exact_script.py run DIRECTORY CELL...`` trains without interruption and saves at several points;
-``exact_script.py resume DIRECTORY CELL...`` goes on from each of them and writes down whether everything is the same.
-As a script it saves with ``Accelerator.save_state``; the tests that call it save what is asked of the loaders alone.
+``exact_script.py resume DIRECTORY CELL...`` resumes from each of these saves and writes down what differs, if anything.
+As a script it saves with ``Accelerator.save_state``; the tests that call ``train_all`` use ``LoaderPositions`` alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Run:
     Args:
         cell: What to train on.
         directory: Where the ranks keep their checkpoints.
-        seed: What the script seeds its generators with.
+        seed: Seed of the script's generators.
         engine: Whether to save with ``save_state`` of an Accelerator that the plugin is attached to.
     """
 
@@ -71,7 +71,7 @@ class Run:
         self.bare = model
         self.log: list[Any] = []
         self.step = 0
-        self.ends: list[Any] = []  # of each epoch: the step and the result
+        self.ends: list[Any] = []  # the step and the result at the end of each epoch
 
     # ---- the checkpoint ----------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Run:
             other = others.tolist()
         indices, values = batch
         if self.loaders[0].generator is not None:
-            # the script shares it with its loader
+            # the script shares this generator with its loader
             values = values + torch.rand((), generator=self.loaders[0].generator)
         if self.cell.local:
             loss = self.model(values).square().mean()
@@ -176,11 +176,11 @@ class Run:
 
 
 def points(cell: Cell, run: Run) -> tuple[tuple[int, int], ...]:
-    """Epochs and batches to save at: the first, the one before the last, the last, and the first of the next epoch."""
+    """Return the epochs and batches to save at: the first, last but one and last, and the first of the next epoch."""
     together = run.loaders if cell.together else run.loaders[:1]
     length = sum(1 for _ in zip(*together, strict=False))
     if cell.local:
-        # all ranks save together, so not in a batch that some do not have
+        # all ranks save together, so not in a batch that some ranks do not have
         length = int(accelerate.utils.gather_object([length])[-1])
     return tuple(dict.fromkeys(((0, 1), (0, length - 1), (0, length), (1, 1))))
 
@@ -207,12 +207,12 @@ def resume(directory: Path, name: str, engine: bool) -> dict[str, Any]:
     end = torch.load(probe.path("end"), weights_only=False)
     names = [f"{epoch}.{index}" for epoch, index in end["points"]] + ["0.after"]
     if CELLS[name].evaluate or CELLS[name].together:
-        # a script that begins with the next epoch leaves out what it would have done at the end of this one
+        # a script that resumes with the next epoch skips what it would have done at the end of this one
         names.remove("{}.{}".format(*end["points"][-2]))
     for point in names:
         again = Run(CELLS[name], directory / name, 2, engine)
         again.load(point)
-        total, expected = end["ends"][int(point.partition(".")[0]) + 1]  # the rest of that epoch, and the next one
+        total, expected = end["ends"][int(point.partition(".")[0]) + 1]  # the end of the next epoch
         again.train(total, resumed=True)
         found[point] = difference(expected, again.result(), len(expected["log"]) - len(again.log))
         if again.warned:
@@ -221,7 +221,7 @@ def resume(directory: Path, name: str, engine: bool) -> dict[str, Any]:
 
 
 def difference(expected: dict[str, Any], got: dict[str, Any], begun: int) -> str:
-    """Return what is not the same bit for bit, or an empty text."""
+    """Return what is not equal bit for bit, or an empty string."""
     for number, (left, right) in enumerate(zip(expected["log"][begun:], got["log"], strict=True)):
         if left != right:
             return f"entry {number} of {len(got['log'])}: {left} became {right}"
@@ -237,7 +237,7 @@ def difference(expected: dict[str, Any], got: dict[str, Any], begun: int) -> str
 
 
 def train_all(mode: str, directory: Path, names: list[str], engine: bool = False) -> dict[str, dict[str, Any]]:
-    """Do one of the two with each cell; for each, what was not the same bit for bit."""
+    """Run or resume each cell, as ``mode`` says; return for each what was not equal bit for bit."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         try:

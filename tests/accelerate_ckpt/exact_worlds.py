@@ -1,4 +1,4 @@
-"""Runs the cells of ``exact_cells`` on a number of ranks, some at a time, and judges what came of them."""
+"""Run the cells of ``exact_cells`` on a number of ranks, some at a time, and check their results."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.accelerate_ckpt.exact_script import train_all
 tell(found=train_all(mode, Path(directory), cells))
 """
 ROOT = Path(__file__).resolve().parents[2]
-#: How many cells share the processes that run them, whose start takes longer than a cell.
+#: Cells that run in the same processes, because starting those takes longer than a cell.
 AT_A_TIME = 9
-#: For those that hang: on two cores with a load of 14, eight cells take more than 600 s.
+#: Limit for processes that hang: on two cores with a load of 14, eight cells take more than 600 s.
 HANG_SECONDS = 1700.0
 
-# the order of a stream cannot depend on them here, which the plugin cannot know
+# streams that draw while they are read: their order does not depend on it, but the plugin cannot know that
 DRAW_WHILE_READING = {"dispatched_stream", "stream", "stream_split", "shuffled_stream", "generator_stream"}
 
 Found = list[dict[str, dict[str, str]]]
 
 
 class Worlds:
-    """Trains cells without interruption, and from each of their checkpoints in other processes.
+    """Trains cells without interruption, and resumes each of their checkpoints in other processes.
 
     Args:
         ranks: Starts processes.
-        directory: For the checkpoints.
+        directory: Directory of the checkpoints.
         world_size: Number of ranks.
-        cells: Those that are going to be asked for.
+        cells: Names of the cells that will be asked for.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, world_size: int, cells: list[str]) -> None:
@@ -44,7 +44,7 @@ class Worlds:
         self._found: dict[str, tuple[Found, Found]] = {}
 
     def __getitem__(self, cell: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-        """Return for each rank what was not the same bit for bit: without the plugin, and after each resume."""
+        """Return what differed on each rank: training with the plugin from training without it, and each resume."""
         if cell not in self._found:
             (group,) = (group for group in self._groups if cell in group)
             whole, resumed = (self._run(mode, group) for mode in ("run", "resume"))
@@ -89,5 +89,5 @@ def check_attaching(whole: list[dict[str, str]], cell: str) -> None:
 
 @pytest.fixture(scope="module")
 def worlds(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Worlds:
-    """The cells on as many ranks as the module says."""
+    """Return the cells, run on ``RANKS`` ranks of the module."""
     return Worlds(ranks, tmp_path_factory.mktemp("cells"), request.module.RANKS, selected_cells(request))

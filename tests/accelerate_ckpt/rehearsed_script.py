@@ -1,7 +1,7 @@
-"""A script of a user with a loop of its own and one defect, or none: ``rehearsed_script.py CASE [CHECKPOINT]``.
+"""A user's script with its own training loop and one defect, or none: ``rehearsed_script.py CASE [CHECKPOINT]``.
 
-It knows nothing of rehearsals. Without a checkpoint it trains from the beginning, but in the cases ``auto``, where it
-always calls ``load_state``.
+The script knows nothing about rehearsals. Without a checkpoint it trains from scratch, except in the case ``auto``,
+where it always calls ``load_state``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stream(IterableDataset):
 
 
 def shift_rest(samples: int) -> None:
-    """A mutation of the engine: what is left of an epoch for other ranks begins so many samples later."""
+    """Break the engine: the rest of an epoch that another number of ranks continues begins ``samples`` later."""
     begin = elastic.RemainingBatches.__init__
 
     def shifted(self: Any, inner: Any, consumed: int) -> None:
@@ -53,7 +53,7 @@ def shift_rest(samples: int) -> None:
 
 
 class Count:
-    """A registered object that forgets a part of itself."""
+    """A registered object that does not restore a part of its state."""
 
     batches = kept = 0
 

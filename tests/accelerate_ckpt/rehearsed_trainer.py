@@ -1,6 +1,6 @@
 """A script with the Trainer of transformers and one defect, or none: ``rehearsed_trainer.py CASE``.
 
-It knows nothing of rehearsals, and never says what it resumes from.
+The script knows nothing about rehearsals, and never names the checkpoint to resume from.
 """
 
 from __future__ import annotations

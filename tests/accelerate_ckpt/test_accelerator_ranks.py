@@ -1,4 +1,4 @@
-"""Two ranks of Accelerate on the simulated device: a resume has the bits of the run that was not interrupted."""
+"""Accelerate on two ranks of the simulated device: resumes are bit for bit like runs without interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``attach`` and ``install``: for one Accelerator, or for all; and what they leave alone."""
+"""``attach`` for one Accelerator, ``install`` for all of them, and what both leave alone."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_configuration_in_the_place_of_options_is_refused_in_few_words() -> No
         with pytest.raises(OptionError) as refused:
             attach(Accelerator(), *arguments, **options)
         assert "attach" in str(refused.value) and len(str(refused.value)) < 150
-    session = session_of(attach(Accelerator(), **vars(config)))  # as the message says
+    session = session_of(attach(Accelerator(), **vars(config)))  # as the message tells the user to do
     assert session is not None and session.config == config
 
 
@@ -177,7 +177,7 @@ def test_a_loader_is_not_kept_until_the_next_garbage_collection() -> None:
 
 def test_draining_raises_what_failed(small_filesystem: Path) -> None:
     accelerator = attach(Accelerator(), "async")
-    accelerator.prepare(torch.nn.Linear(2200, 1000))  # 8.8 MB, and there are 8.4
+    accelerator.prepare(torch.nn.Linear(2200, 1000))  # 8.8 MB, but only 8.4 fit
     accelerator.save_state(small_filesystem / "saved")
     with pytest.raises(StorageError, match="No space left"):
         drain(raised=False)

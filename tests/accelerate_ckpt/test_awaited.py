@@ -1,4 +1,4 @@
-"""Scripts that use what they have just saved find it, although it is saved in the background."""
+"""Scripts find a checkpoint that they have just saved, although it is saved in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by_stock() -> dict[str, Any]:
 def test_a_script_finds_what_it_finds_with_stock(
     fork_script: Any, tmp_path: Path, strategy: str, by_stock: dict[str, Any]
 ) -> None:
-    if not by_stock:  # once for all strategies
+    if not by_stock:  # once is enough for all strategies
         by_stock.update(found_by(fork_script, tmp_path / "stock"))
     assert len(by_stock) > 30
     assert not [case for case, found in by_stock.items() if str(found).endswith("Error")]

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint or a call is said, by name, before anything is changed."""
+"""Errors name what is wrong with a checkpoint or a call, and are raised before anything is changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ours() -> Accelerator:
 
 @pytest.fixture
 def stock(tmp_path: Path) -> Path:
-    """A checkpoint that stock Accelerate saved after three steps."""
+    """Return a checkpoint that stock Accelerate saved after three steps."""
     run = Run(Accelerator())
     run.accelerator.register_for_checkpointing(Counter(5))
     run.train(3)
@@ -40,7 +40,7 @@ def stock(tmp_path: Path) -> Path:
 
 
 def assert_refused(accelerator: Accelerator, path: Path, error: type[Exception], *said: str) -> None:
-    """Load, and see that it is refused in these words and that nothing has changed."""
+    """Load, and check that this error is raised with these words and that nothing has changed."""
     before = [{k: v.clone() for k, v in model.state_dict().items()} for model in accelerator._models]
     random_state = torch.get_rng_state()
     with pytest.raises(error) as caught:
@@ -84,7 +84,7 @@ def test_a_partial_stock_checkpoint_is_refused(stock: Path, name: str, said: str
 
 
 def test_a_rank_without_random_states_is_named(stock: Path) -> None:
-    # as if two ranks had saved, and the other one's are there
+    # as if two ranks had saved, and only the random states of rank 1 were there
     (stock / "random_states_0.pkl").rename(stock / "random_states_1.pkl")
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(Counter())

@@ -1,4 +1,4 @@
-"""The options: their values, where they come from, and the errors that name both."""
+"""The options: their values, the sources that they come from, and the errors that name both."""
 
 from __future__ import annotations
 

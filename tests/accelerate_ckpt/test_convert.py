@@ -1,4 +1,4 @@
-"""``ckpt convert`` from and to the directories of stock Accelerate, which loads them itself."""
+"""``ckpt convert`` from and to the directories of stock Accelerate; stock Accelerate loads the results."""
 
 from __future__ import annotations
 

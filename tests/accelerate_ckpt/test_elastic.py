@@ -1,4 +1,4 @@
-"""Going on with another number of ranks in the middle of an epoch: no sample lost, none repeated but as padding."""
+"""Elastic resume in the middle of an epoch: no sample is lost, and none is repeated except as padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Stage = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """Runs a stage once and remembers it: what each rank found, by cell."""
+    """Return a function that runs a stage once, and returns the results of each rank by cell."""
     directory = tmp_path_factory.mktemp("stages")
     done: dict[str, list[dict[str, Any]]] = {}
 
@@ -50,7 +50,7 @@ def stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 def chain(stages: Stage, *world_sizes: int) -> list[tuple[int, list[dict[str, Any]]]]:
-    """The stages in which the number of ranks changes in this way, each two steps after the one before."""
+    """Run stages with these numbers of ranks, each from two steps into the one before; return sizes and results."""
     found, source = [], None
     for length in range(1, len(world_sizes) + 1):
         name = "-".join(str(size) for size in world_sizes[:length])
@@ -60,14 +60,14 @@ def chain(stages: Stage, *world_sizes: int) -> list[tuple[int, list[dict[str, An
 
 
 def given(ranks: list[dict[str, Any]], cell: str, epoch: int, steps: slice) -> list[list[int]]:
-    """The samples of each step of an epoch, of all ranks together."""
+    """Return the samples of each step of an epoch, of all ranks together."""
     batches = [rank[cell]["epochs"][epoch][steps] for rank in ranks]
     assert len({len(of_rank) for of_rank in batches}) == 1, "the ranks did not make equally many steps"
     return [[sample for batch in step for sample in batch] for step in zip(*batches, strict=True)]
 
 
 def check_exactly_once(steps: list[list[int]], dropped: int = 0, workers: int = 1) -> None:
-    """Every sample once; only the last step (of each worker that reads a stream) may have some again, to be full."""
+    """Check that each sample comes once; only the last step (of each stream worker) may be padded with repeats."""
     times = collections.Counter(sample for step in steps[:-workers] for sample in step)
     assert max(times.values()) == 1, f"repeated: {[sample for sample, count in times.items() if count > 1]}"
     last = [sample for step in steps[-workers:] for sample in step]
@@ -98,7 +98,7 @@ def test_every_sample_exactly_once(stages: Stage, sizes: tuple[int, ...]) -> Non
             dropped = (SAMPLES - consumed) % (4 * last_size)
         try:
             check_exactly_once(steps, dropped, workers)
-            # and the epoch after it is a whole one
+            # the next epoch is a whole one
             whole = given(last, cell, 1, slice(None))
             check_exactly_once(whole, SAMPLES % (4 * last_size) if cell == "drop_last" else 0, workers)
         except AssertionError as error:
@@ -122,7 +122,7 @@ def test_the_order_is_that_of_the_run_that_was_interrupted(stages: Stage, sizes:
 
 
 def test_a_rest_of_an_epoch_is_resumed_exactly(stages: Stage) -> None:
-    """Saved by three ranks that had taken over from two, and loaded by three."""
+    """Three ranks continue an epoch of two ranks, save, and are resumed by three ranks."""
     *_, (_, begun), (_, resumed) = chain(stages, 2, 3, 3)
     for cell in CELLS:
         for expected, got in zip(begun, resumed, strict=True):
@@ -172,7 +172,7 @@ def test_the_ranks_agree_on_the_step_and_not_on_random_numbers(stages: Stage) ->
     for sizes in ((2, 3), (2, 4)):
         _, (_, after) = chain(stages, *sizes)
         for cell in CELLS:
-            # saved in the second batch of windows of two
+            # saved in the second batch of a window of two
             assert {rank[cell]["step"] for rank in after} == {2}
             numbers = [rank[cell]["random"] for rank in after]
             assert len(set(numbers[2:])) == len(numbers[2:]) and not set(numbers[2:]) & set(numbers[:2])

@@ -1,4 +1,4 @@
-"""Evaluations: one that draws after an epoch's last save, or a batch's, and one inside of which is saved, are said."""
+"""Warnings about evaluations that draw random numbers after an epoch's or a batch's last save, or contain a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process: every way to load data goes on bit for bit after a save at any point."""
+"""One process: every way to load data resumes bit for bit after a save at any point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = [
     "stateful_stream_workers",
     "together",
 ]
-# on two ranks or three, too
+# cells that are also tested on two or three ranks
 MORE = ["default_accumulate", "seedable", "stateful_workers", "dispatched"]
 OTHERS = [
     "default_workers_skip",

@@ -40,7 +40,7 @@ STEPS = 6
 
 
 class Run:
-    """A loader that is followed, as at the start of a process."""
+    """A prepared loader as at the start of a process; its position is followed unless ``follow`` is false."""
 
     def __init__(
         self, seed: int = 1, follow: bool = True, dataset: Any = None, config: Any = None, **kwargs: Any
@@ -68,7 +68,7 @@ class Run:
         return self
 
     def epoch(self, steps: int | None = None, loader: Any = None) -> list[list[int]]:
-        """The samples of each batch of an epoch, which is left after ``steps`` batches."""
+        """Return the samples of each batch of an epoch; leave it after ``steps`` batches."""
         given = []
         for batch in self.loader if loader is None else loader:
             given.append(batch.tolist())
@@ -77,7 +77,7 @@ class Run:
         return given
 
     def saved_after(self, steps: int) -> tuple[dict[str, Any], list[list[int]], list[list[int]]]:
-        """Save in the body of a batch; the state, the rest of that epoch, and the next epoch."""
+        """Save in the body of a batch; return the state, the rest of that epoch, and the next epoch."""
         rest: list[list[int]] = []
         for number, batch in enumerate(self.loader, 1):
             if number == steps:
@@ -128,7 +128,7 @@ def test_a_function_imported_by_name_before_attaching(fork_script: Any) -> None:
 
 
 class From(Sampler[int]):
-    """An order that begins later, as of scripts that make a sampler with the number of samples that were used."""
+    """An order that begins after ``consumed`` samples, as in scripts that give this number to their sampler."""
 
     def __init__(self, consumed: int) -> None:
         self.consumed = consumed
@@ -164,11 +164,11 @@ class Endless(Sampler[int]):
     [
         (From, 0, 3, True),
         (From, 8, 2, False),
-        (From, 12, 3, False),  # and then it has no batch left
+        (From, 12, 3, False),  # no batch is left
         (StreamFrom, 0, 3, True),
         (StreamFrom, 8, 2, False),
-        (Endless, 0, 3, False),  # its second order was drawn at another time
-        (Endless, 0, 4, True),  # with workers, which had drawn ahead, it is not
+        (Endless, 0, 3, False),  # its second order was drawn at a different time
+        (Endless, 0, 4, True),  # not exact with workers, which had drawn ahead
     ],
 )
 def test_another_next_batch_than_had_been_read_is_said(
@@ -181,7 +181,7 @@ def test_another_next_batch_than_had_been_read_is_said(
 
     first, following = run(1), []
     for number, batch in enumerate(first.loader, 1):
-        torch.rand(1)  # as a model does
+        torch.rand(1)  # as a model draws
         if number == taken:
             state = first.capture()
         elif number > taken:
@@ -216,7 +216,7 @@ def test_a_stream_that_draws_is_known_to_in_a_run_that_was_itself_resumed() -> N
         whole.append(batch.tolist())
         states.append(first.capture())
     state = states[1]
-    for place in (3, 5):  # of each resume, the first of two batches
+    for place in (3, 5):  # the first of the two batches of each resume
         resumed = Run(2, dataset=Noisy(), batch_size=2, config={"dispatch_batches": False}).record().restore(state)
         for number, batch in enumerate(resumed.loader, place):
             assert batch.tolist() == whole[number - 1]
@@ -332,8 +332,8 @@ def counts_calls(run: Run, ends_body: Callable[[], None]) -> None:
         (counts_stages, STEPS + 1, 0, 0),
         (counts_calls, STEPS + 1, 0, 0),
         (ends_with_a_step, 3, 1, 0),
-        (ends_with_a_step, 4, 0, 1),  # after whole windows: what may differ is the end of the epoch
-        (ends_with_a_step, STEPS + 4, 1, 0),  # the first epoch has told
+        (ends_with_a_step, 4, 0, 1),  # after whole windows: only the end of the epoch may differ
+        (ends_with_a_step, STEPS + 4, 1, 0),  # known from the first epoch
         (counts_from_one, 4, 0, 1),
         (counts_from_one, STEPS + 4, 0, 1),
         (counts_from_one, 5, 1, 0),
@@ -349,7 +349,7 @@ def test_a_number_that_counts_batches_anew_is_said_where_it_decides_something(
     monkeypatch.setattr("accelerate_ckpt._data.loaders.announce_on_main", lines.append)
 
     def bodies(run: Run, number: int) -> Any:
-        """The state in the body of a batch."""
+        """Train, and return the state in the body of batch ``number``."""
         states: list[Any] = []
 
         def ends_body() -> None:
@@ -415,7 +415,7 @@ def test_skipping_without_a_checkpoint(config: dict[str, Any], workers: int) -> 
     assert isinstance(skipped, DataLoader) and len(skipped) == STEPS - 3
     assert skipped.total_batch_size == 4 if not config.get("dispatch_batches") else True
     assert run.epoch(loader=skipped) == whole[3:]
-    # unlike the loader that Accelerate returns, it counts as an iteration of the loader
+    # unlike with the loader that stock Accelerate returns, this counts as an iteration of the loader
     assert run.loader.iteration == 1
     assert run.epoch() == second
 
@@ -476,7 +476,7 @@ def test_saved_after_an_exception_has_ended_the_loop_then_a_new_iteration_is_sai
     run = Run()
     whole, run = run.epoch(), Run()
     try:
-        raise ValueError  # a script may train while it handles something else
+        raise ValueError  # a script may train while it handles another exception
     except ValueError:
         try:
             for number, _ in enumerate(run.loader, 1):
@@ -506,11 +506,11 @@ def test_a_loop_that_ends_by_plan_before_the_script_handles_something_is_nothing
         for number, _ in enumerate(run.loader, 1):
             run.positions.uses.note()
             if number == 2 and error is ValueError:
-                raise ValueError  # of the script's own, at each epoch's end
+                raise ValueError  # the script's own, raised at the end of each epoch
             if number == 2:
                 break
         if error is KeyboardInterrupt:
-            run.positions.uses.note()  # with another loader
+            run.positions.uses.note()  # training continues with another loader
             raise KeyboardInterrupt
         state = run.capture()
     except (ValueError, KeyboardInterrupt):
@@ -546,7 +546,7 @@ def test_a_script_that_keeps_states_of_its_stateful_loader_too_is_resumed_in_the
 
 
 class Resumable(Sampler[int]):
-    """A sampler that counts what it has given, and begins there."""
+    """A sampler that counts the samples that it has given, and continues after them."""
 
     def __init__(self) -> None:
         self.given, self.generator = 0, torch.Generator().manual_seed(5)
@@ -609,7 +609,7 @@ def test_a_number_of_a_sampler_that_the_script_sets_after_a_load_stays() -> None
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Sampler[int]):
-    """A sampler that lets nobody set its numbers."""
+    """A sampler whose attributes cannot be set."""
 
     size: int = SAMPLES
 
@@ -627,7 +627,7 @@ def test_a_sampler_that_lets_nobody_set_its_numbers_is_resumed() -> None:
 
 
 class CountsInItself(IterableDataset[Any]):
-    """A stream that keeps its place, and begins anew at its end."""
+    """A stream that keeps its position, and starts again at its end."""
 
     def __init__(self) -> None:
         self.given = self.passes = 0
@@ -660,7 +660,7 @@ def test_a_stream_in_a_stateful_loader_is_resumed_in_the_same_place(stream: Any,
 
 
 class Registered(Resumable):
-    """One that a script registers with its Accelerator, too."""
+    """A sampler with a state, which a script can also register with its Accelerator."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given, "order": self.order, "generator": self.generator.get_state()}
@@ -715,7 +715,7 @@ def test_loaded_in_the_middle_of_an_iteration() -> None:
 
 
 def read_in_a_thread(run: Run, steps: int | None = None) -> list[list[int]]:
-    """The batches of an epoch, which a thread of the script takes before any is used."""
+    """Return the batches of an epoch, all taken by a thread of the script before one is used."""
     given: list[list[int]] = []
     thread = threading.Thread(target=lambda: given.extend(run.epoch(steps)))
     thread.start()
@@ -808,18 +808,18 @@ def test_batches_that_the_script_has_taken_ahead_are_said_to_be_left_out(
 
 
 class Two(Run):
-    """Two loaders that are trained on together, the other one shorter."""
+    """Two loaders that are trained on together; the second is shorter."""
 
     def __init__(self, seed: int = 1) -> None:
         super().__init__(seed)
         self.other = self.accelerator.prepare(DataLoader(Numbered(8), batch_size=4, shuffle=True), None)[0]
 
     def train(self, repeat: Any, save: int) -> list[dict[str, Any]]:
-        """An epoch, saved after so many steps."""
+        """Train an epoch; return a list with the state at step ``save``, or an empty one."""
         saved = []
         for number, _ in enumerate(zip(self.loader, repeat(self.other), strict=False), 1):
             assert self.positions is not None
-            torch.rand(1)  # of its model
+            torch.rand(1)  # the model draws
             self.positions.uses.backward()
             saved += [self.capture()] if number == save else []
         return saved
@@ -859,7 +859,7 @@ def test_two_loaders_of_which_none_is_repeated_are_not_warned_of(repeat: Any, sa
 
 def test_another_loader_that_is_trained_on_is_not_taken_for_an_evaluation() -> None:
     run = Two()
-    run.train(cycle, 5)  # after the shorter one's end
+    run.train(cycle, 5)  # after the shorter loader has ended
     (state,) = run.train(cycle, STEPS)
     again = Two(2)
     again.restore(state)

@@ -1,4 +1,4 @@
-"""Three ranks: every way to load data goes on bit for bit after a save at any point."""
+"""Three ranks: every way to load data resumes bit for bit after a save at any point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = [
     # several gradient buckets, which DDP would rebuild after the first step of a process
     "buckets",
 ]
-# on one rank or two, too
+# cells that are also tested on one or two ranks
 MORE = ["default", "default_workers", "uneven"]
 CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.extended) for cell in MORE)]
 pytestmark = pytest.mark.timeout(3600)

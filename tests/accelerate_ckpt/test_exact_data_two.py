@@ -1,4 +1,4 @@
-"""Two ranks: every way to load data goes on bit for bit after a save at any point."""
+"""Two ranks: every way to load data resumes bit for bit after a save at any point."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = [
     "generator_stream",
     "stream_workers",
 ]
-# on one rank or three, too
+# cells that are also tested on one or three ranks
 MORE = [
     "default",
     "default_skip",

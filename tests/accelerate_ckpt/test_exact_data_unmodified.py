@@ -1,4 +1,4 @@
-"""Scripts that know nothing of us resume in their own ways, with the bits of a run that nobody stopped."""
+"""Unmodified scripts resume in their own ways, bit for bit like runs that were not interrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPOCHS = 3
 
 
 class Numbered(Dataset[torch.Tensor]):
-    """Numbers."""
+    """A data set of numbers."""
 
     def __len__(self) -> int:
         return 2 * BATCHES
@@ -38,11 +38,11 @@ class Numbered(Dataset[torch.Tensor]):
 
 
 class KilledError(Exception):
-    """The process ends here."""
+    """Raised where the simulated process is killed."""
 
 
 class Progress:
-    """What scripts register to know where they are."""
+    """The epoch and batch that a script registers as its progress."""
 
     def __init__(self) -> None:
         self.epoch = self.batch = 0
@@ -55,14 +55,14 @@ class Progress:
 
 
 class Process:
-    """What a script has: everything is prepared, and it is stopped after some optimizer steps.
+    """A simulated process with the prepared objects of a script, killed after some optimizer steps.
 
     Args:
-        directory: For checkpoints.
-        resumed: Whether it is to go on from the newest.
+        directory: Directory of the checkpoints.
+        resumed: Whether to resume from the newest checkpoint.
         save_at: Optimizer steps after which it saves.
-        stop: After how many steps it is killed.
-        accumulate: Number of batches for a step.
+        stop: Number of optimizer steps after which it is killed.
+        accumulate: Number of batches per optimizer step.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Process:
         return self.accelerator.prepare(DataLoader(Numbered(), batch_size=4))
 
     def load(self) -> int:
-        """Load the newest checkpoint, if there is one to resume from."""
+        """Load the newest checkpoint if this process resumes; return the number of optimizer steps done."""
         if self.resumed:
             self.step = max(int(path.name) for path in self.directory.iterdir() if path.name.isdigit())
             self.accelerator.load_state(str(self.directory / str(self.step)))
@@ -135,7 +135,7 @@ Script = Callable[[Process], None]
 
 
 def interrupted(script: Script, directory: Path, saved: int, **options: Any) -> tuple[Process, Process]:
-    """Run a script to its end, and another time with a kill in between; the first process, and the one that resumed."""
+    """Run a script to its end, and again with a kill in between; return the whole process and the resumed one."""
     whole = Process(directory, **options)
     script(whole)
     with pytest.raises(KilledError):
@@ -231,7 +231,7 @@ def by_counting(process: Process) -> None:
 
 
 def by_stored_progress(process: Process) -> None:
-    """Stores the epoch and how many batches of it are done: all of them, in its last batch."""
+    """Store the epoch and the number of its batches that are done, which in the last batch is all of them."""
     loader, progress = process.loader(), process.progress
     process.load()
     first, done = progress.epoch, progress.batch
@@ -256,7 +256,7 @@ def by_stored_progress_and_skip_first_batches(process: Process) -> None:
 
 
 def by_the_index_of_the_last_batch(process: Process) -> None:
-    """Stores the index of the batch in whose body it saves, which it takes again."""
+    """Store the index of the batch in whose body it saves, and train on that batch again."""
     loader, progress = process.loader(), process.progress
     process.load()
     first, done = progress.epoch, progress.batch

@@ -1,4 +1,4 @@
-"""The option ``interval``: all ranks save by themselves, at the same steps, and what stays of it."""
+"""The option ``interval``: all ranks save automatically at the same steps, and old automatic saves are deleted."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_ranks_save_by_themselves_and_resume_exactly(ranks: Ranks, tmp_path: Pat
     options = {"resume": "auto"}
     whole = run(ranks, tmp_path / "whole", 2, 130, options=options)
     assert [result.error for result in whole] == [None, None]
-    assert saved(tmp_path / "whole") == ["auto_120", "auto_20"]  # of 10, 20 and 120, the two newest
+    assert saved(tmp_path / "whole") == ["auto_120", "auto_20"]  # the two newest of 10, 20 and 120
     folder = tmp_path / "run"
     run(ranks, folder, 2, 15, options=options, save_as="mine_7")
     assert saved(folder) == ["auto_10", "mine_7"]
     resumed = run(ranks, folder, 2, 130, options=options)
-    assert saved(folder) == ["auto_25", "auto_35", "mine_7"]  # what the script saves itself stays
+    assert saved(folder) == ["auto_25", "auto_35", "mine_7"]  # the script's own saves stay
     for found, expected in zip(resumed, whole, strict=True):
         assert found.told == {"resumed": ["mine_7", 15], "weights": expected.told["weights"]}
 

@@ -1,4 +1,4 @@
-"""The option ``just_in_time``: a survivor saves, and a run in which none can says so when it begins."""
+"""The option ``just_in_time``: a surviving rank saves; a run in which none can save warns when it begins."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_rank_is_killed_before_its_first_note_of_a_start(ranks: Ranks, tmp_pat
         return ranks.run(TRAINING, 2, **names)
 
     whole = run("whole")
-    for step in (1, 2):  # in the first step of a run, and of one that is resumed
+    for step in (1, 2):  # in the first step of a fresh run, and of a resumed one
         run("run", exchanged=step)
         assert f"checkpoint_{step}" in [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     resumed = run("run")
@@ -165,7 +165,7 @@ def test_a_rank_is_killed_before_its_first_note_of_a_start(ranks: Ranks, tmp_pat
 
 
 def test_a_survivor_that_waits_for_another_one_comes_out_of_its_collective(ranks: Ranks, tmp_path: Path) -> None:
-    # in a ring of four, rank 2 waits for its neighbours, who have heard that rank 0 is dead
+    # in a ring of four, rank 2 waits for its neighbours, which know that rank 0 is dead
     names = {**NEVER, "folder": str(tmp_path), "options": {"just_in_time": 1000.0}}
     killed = ranks.run(TRAINING, 4, kill=4, **names)
     assert [result.error for result in killed[1:]] == ["RuntimeError"] * 3  # of gloo
@@ -257,7 +257,7 @@ def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("killed", "point"),
     [([1, 2], 7), *[pytest.param([rank], 7, marks=pytest.mark.slow) for rank in (0, 3)],
-     pytest.param([1, 3], 3, marks=pytest.mark.slow)],  # nobody has the second shard: the last checkpoint
+     pytest.param([1, 3], 3, marks=pytest.mark.slow)],  # no survivor has the second shard: the last checkpoint
 )  # fmt: skip
 def test_survivors_of_hsdp_save_a_shard_each(ranks: Ranks, tmp_path: Path, killed: list[int], point: int) -> None:
     def run(name: str, kill: int) -> list[RankResult]:

@@ -1,4 +1,4 @@
-"""A launched script does not notice that we are there: beside plain Python, and in one and two processes."""
+"""A launched script does not notice the plugin: compared with plain Python, in one process and in two."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ def plain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *words]
-        # Not on PYTHONPATH, which would put the directory of the project on sys.path of both alike, but where "-m"
-        # looks.
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
 
     return run

@@ -51,7 +51,7 @@ def weights_of(done: subprocess.CompletedProcess[str]) -> str:
 
 @contextlib.contextmanager
 def running(*command: str, cwd: Path, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A launch whose processes are all killed at the end; Accelerate puts them into sessions of their own."""
+    """Launch, and kill all processes at the end; Accelerate starts them in their own sessions."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     log = (cwd / "killed.log").open("w")
     with (
@@ -69,7 +69,7 @@ def running(*command: str, cwd: Path, before: Sequence[str] = ()) -> Iterator[su
             yield process
         finally:
             family = [psutil.Process(process.pid)] if process.poll() is None else []
-            # The launcher first: it would tidy up after its workers.
+            # The launcher first: otherwise it would clean up after its workers.
             for member in [*family, *(child for parent in family for child in parent.children(recursive=True))]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
@@ -116,7 +116,7 @@ def test_a_script_that_attaches_goes_on_by_itself(run_script: RunScript, tmp_pat
     whole = run_script(ACCELERATE, *words("one_process.yaml", *script, "whole"))
     third = tmp_path / "parts/checkpoints/checkpoint_2"
     kill_after(third, *words("one_process.yaml", *script, "parts"), cwd=tmp_path)
-    # Launched by us as well: the two integrations do not get in each other's way.
+    # With our launcher as well: the two integrations do not interfere.
     resumed = run_script(ACCELERATE, *words("one_process.yaml", *FLAG, *script, "parts"))
     assert "resumed in epoch" in resumed.stdout
     assert weights_of(resumed) == weights_of(whole)
@@ -153,7 +153,7 @@ def test_a_checkpoint_under_way_is_finished_when_the_script_raises(fork_script: 
 
 
 def test_a_last_save_that_fails_fails_the_run(fork_script: RunScript, tmp_path: Path) -> None:
-    # Smaller than the checkpoint: every write beyond it is refused, in the background, when the script is through.
+    # Smaller than the checkpoint: the background save fails after the script has reached its end.
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
     (tmp_path / "train.py").write_text(limit + textwrap.dedent(SAVE_AND_END) + "print('through')\n")
     launched = words("one_process.yaml", "--quiet", "-m", "accelerate_ckpt", "train.py", "saved/last")
@@ -205,13 +205,13 @@ def test_a_launcher_that_ignores_the_signal_of_slurm_waits_until_its_ranks_have_
 ) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(UNTIL_TOLD))
     options = ("-m", "accelerate_ckpt", "--resume", "auto", "--preempt", "SIGTERM,SIGUSR1", "train.py")
-    ignoring = ("bash", "-c", 'trap "" USR1; exec "$@"', "bash")  # as the page of unattended runs has it
+    ignoring = ("bash", "-c", 'trap "" USR1; exec "$@"', "bash")  # as the page about unattended runs shows it
     with running(*words(config, *options), cwd=tmp_path, before=ignoring) as launcher:
         deadline = time.monotonic() + 250
         while len(list(tmp_path.glob("trains.*"))) < world_size:
             assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "killed.log").read_text()
             time.sleep(0.01)
         for process in [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]:
-            process.send_signal(signal.SIGUSR1)  # SLURM sends it to all of a step
+            process.send_signal(signal.SIGUSR1)  # SLURM sends it to all processes of a job step
         assert launcher.wait(250) == 1
     assert newest_in(tmp_path / "checkpoints").name.startswith("checkpoint_")

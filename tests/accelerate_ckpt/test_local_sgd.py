@@ -1,4 +1,4 @@
-"""LocalSGD: every rank's weights and moments are its own, and come back as such."""
+"""LocalSGD: each rank has its own weights and moments, and gets them back."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_rank_goes_on_with_its_own(ranks: Ranks, tmp_path: Path, strategy:
         assert resumed[rank].told["loaded_steps"] == whole[rank].told["saved_steps"] == at
         for moment in ("end", "steps", "after"):
             assert resumed[rank].told[moment] == whole[rank].told[moment], moment
-    # They do differ, or nothing was shown: between averaging the weights too, the moments always.
+    # Ranks must differ for this to prove anything: in their moments always, in their weights between averagings.
     one, other = (result.told["saved_state"] for result in whole)
     assert (one["weights"] == other["weights"]) == (at % 4 == 0)
     assert one["moments"] != other["moments"]

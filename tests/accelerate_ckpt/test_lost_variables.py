@@ -1,4 +1,4 @@
-"""What a script keeps in its own variables, and has not after a resume, is said where no repeated step shows it."""
+"""Warnings about a script's own variables that a resume has lost, also where no repeated step shows a difference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpt_core.state.variable_use import is_live
 
 
 class Average:
-    """Of the weights."""
+    """An average of the weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
@@ -42,7 +42,7 @@ class Average:
 
 
 class AverageBesideTheModel(torch.nn.Module):
-    """Of the weights, as that of ema-pytorch, which also has the model."""
+    """An average of the weights that also holds the model, like that of ema-pytorch."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class AverageBesideTheModel(torch.nn.Module):
 
 
 class Patience:
-    """Of a script: its best value is in an attribute."""
+    """A script's early stopping, whose best value is in an attribute."""
 
     def __init__(self) -> None:
         self.best = math.inf
@@ -212,7 +212,7 @@ def has_an_object_that_is_updated_at_ends(of: Training) -> None:
 
 
 class Meter:
-    """As everybody writes it."""
+    """The usual meter of a mean."""
 
     def __init__(self) -> None:
         self.reset()
@@ -239,7 +239,7 @@ def has_a_meter(of: Training) -> None:
 
 
 class Total:
-    """Is never set back."""
+    """A sum that is never reset."""
 
     def __init__(self) -> None:
         self.all, self.number = 0.0, 0
@@ -287,7 +287,7 @@ def counts_steps_for_its_rate(of: Training) -> None:
 
 
 class Fit:
-    """Trains, and has all that it needs in attributes."""
+    """Trains with all of its variables in attributes."""
 
     done = 0
 
@@ -542,7 +542,7 @@ def trains_for_some_steps(of: Training) -> None:
 
 
 class Waits(Patience):
-    """Leaves out of its state how often it was no better."""
+    """Counts updates that were no better, which its state leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -598,7 +598,7 @@ def sets_all_anew(of: Training) -> None:
 
 
 class Begun:
-    """Has a property that is the same for as long as the process."""
+    """Has cached properties, which do not change while the process lives."""
 
     def __init__(self, of: Training) -> None:
         self.of = of
@@ -651,7 +651,7 @@ def _ours_alone() -> Iterator[None]:
 
 
 def lost(train: Callable[[Training], None], directory: Path, source: str) -> list[str]:
-    """Which variables a resume from a checkpoint has lost, by its warning."""
+    """Return the variables that a resume from ``source`` has lost, according to its warning."""
     train(Training(directory, None))
     uninstall()
     with warnings.catch_warnings(record=True) as caught:
@@ -746,7 +746,7 @@ def test_a_run_that_was_resumed_without_a_word_still_knows_what_a_new_one_begins
 
 
 class Unwilling:
-    """Raises whatever is asked of it."""
+    """Raises at every access to an attribute."""
 
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(name)
@@ -807,7 +807,7 @@ def test_a_look_keeps_nothing_alive_and_takes_nothing_away() -> None:
     class Large:
         pass
 
-    # No assertions in these: pytest makes them ask for locals().
+    # No assertions in these functions: pytest rewrites them to call locals().
     def script() -> tuple[bool, bool]:
         large = Large()
         is_seen = ("large", large) in variables_of(sys._getframe())

@@ -74,7 +74,7 @@ def test_after_sigkill_the_bits_are_those_of_a_run_without(
 ) -> None:
     killed = run(ranks, tmp_path / "killed", memory, world_size, options=options, kill=8, save_at=2)
     assert killed[-1].told == {}  # it did not come to its end
-    assert sorted(path.name for path in memory.glob("ckpt-*/*/snapshots/*"))  # the machine still has them
+    assert sorted(path.name for path in memory.glob("ckpt-*/*/snapshots/*"))  # the snapshots are still in memory
     results = run(ranks, tmp_path / "killed", memory, world_size, options=options)
     whole = run(ranks, tmp_path / "whole", memory, world_size, options=options, save_at=2)
     for result, without in zip(results, whole, strict=True):
@@ -109,7 +109,7 @@ def test_the_disk_is_taken_where_it_is_newer_and_hooks_take_no_snapshots(
 
 
 def on_machines(ranks: Ranks, folder: Path, memory: Path, *sizes: int, **names: Any) -> list[RankResult]:
-    """Run so many ranks on each of several machines: to each, the same path is another directory in memory."""
+    """Run ``sizes`` ranks on simulated machines, on each of which the same path is another directory in memory."""
     machines = [machine for machine, size in enumerate(sizes) for _ in range(size)]
     for machine in machines:
         (memory / str(machine) / "memory").mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def test_what_a_lost_machine_had_in_memory_comes_from_another_one(
 ) -> None:
     options = {"strategy": strategy}
     killed = on_machines(ranks, tmp_path / "killed", memory, *sizes, options=options, kill=4)
-    assert all(result.told == {} for result in killed)  # they did not come to their ends
+    assert all(result.told == {} for result in killed)  # they did not reach their ends
     shutil.rmtree(memory / str(lost))
     results = on_machines(ranks, tmp_path / "killed", memory, *sizes, options=options)
     whole = on_machines(ranks, tmp_path / "whole", memory, *sizes, options=options)

@@ -1,4 +1,4 @@
-"""Which checkpoint Accelerate and the Trainer go on from, and what becomes of those that are damaged."""
+"""Which checkpoint Accelerate and the Trainer resume from, and what happens to damaged ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def begin(folder: Path, **options: Any) -> Accelerator:
 def damage(path: Path) -> bytes:
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1
-    (path / "model.safetensors").unlink()  # not what other checkpoints share with it
+    (path / "model.safetensors").unlink()  # a new file: other checkpoints may share the old one
     (path / "model.safetensors").write_bytes(data)
     return bytes(data)
 
@@ -68,7 +68,7 @@ def test_where_none_verifies_nothing_starts_from_scratch(tmp_path: Path) -> None
         damage(path)
     with pytest.raises(CheckpointCorruptedError, match="2 do not verify, such as checkpoint_1") as caught:
         begin(tmp_path, total_limit=1).load_state()
-    # Scripts take these two for a first start.
+    # Scripts interpret these two as a first start.
     assert not isinstance(caught.value, (CheckpointNotFoundError, ValueError))
     assert names(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
 
@@ -96,7 +96,7 @@ def test_the_trainer_deletes_the_oldest_of_a_copy_and_keeps_what_it_passed_over(
         trainer.train()
     assert steps_of(saved) == [2, 4, 6, 8, 10]
     data = damage(saved / "checkpoint-10")
-    for step in (2, 4, 6, 8, 10):  # as a copy in the order of the largest first
+    for step in (2, 4, 6, 8, 10):  # as if copied with the largest number first
         for path in saved.glob(f"checkpoint-{step}/*"):
             os.utime(path, (2e9 - step, 2e9 - step))
     close_sessions()
@@ -145,7 +145,7 @@ def test_what_another_accelerator_is_saving_is_waited_for(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = attach(Accelerator(project_config=named(tmp_path)), strategy="async")
-    model = first.prepare(torch.nn.Linear(300, 300))  # not so small that the save waits for it
+    model = first.prepare(torch.nn.Linear(300, 300))  # large enough to be saved in the background
     was_busy = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: was_busy.wait() and time.sleep(0.05))
     first.save_state()
@@ -154,7 +154,7 @@ def test_what_another_accelerator_is_saving_is_waited_for(
     second = attach(Accelerator(project_config=named(tmp_path)), **options)
     other = second.prepare(torch.nn.Linear(300, 300))
     if not options:
-        with pytest.raises(ValueError, match="already exists"):  # it begins to count at 0 as well
+        with pytest.raises(ValueError, match="already exists"):  # its numbers also begin at 0
             second.save_state()
         first.save_state()
     second.load_state()

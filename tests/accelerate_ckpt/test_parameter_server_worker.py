@@ -17,7 +17,7 @@ LIMIT = 200.0
 
 
 def train(job: Job, transport: Transport, coordinator: str) -> None:
-    """The work of a worker."""
+    """Do the work of one worker."""
     accelerator = Accelerator(cpu=True)
     model = CountingModel(job.samples)
     client = ParameterClient(transport, coordinator, model.named_parameters(), batches=job.batches)

@@ -1,4 +1,4 @@
-"""The flight recorder under Accelerate: what a resumed script says of the steps that it repeats, after a real SIGKILL."""
+"""The flight recorder under Accelerate: what it reports of the steps that a resume repeats after a real SIGKILL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ACCELERATE, ScriptRunner
 from tests.support.accelerate_ranks import Ranks
 
-# case, whether it resumes, and the optimizer's step at which it is killed
+# arguments: the case, whether to resume, and the optimizer step at which it is killed
 SCRIPT = """
     import glob, json, os, sys
     import torch
@@ -100,7 +100,7 @@ SCRIPT = """
 
 
 def told(fork_script: ScriptRunner, directory: Path, case: str, dies_at: int) -> list[dict[str, Any]]:
-    """What the recorder says when a killed script is resumed."""
+    """Kill a script at step ``dies_at``, resume it, and return the recorder's comparisons; with 0, only run it."""
     if dies_at:
         killed = fork_script(SCRIPT, case, "first", dies_at, modules=ACCELERATE, check=False)
         assert killed.returncode == -9, killed.stderr
@@ -252,5 +252,5 @@ def test_each_of_two_ranks_compares_the_steps_that_it_repeats(ranks: Ranks, tmp_
         elif other < 0:
             assert (message, differs) == ("4 repeated steps equal the first run's, bit for bit", [])
         else:
-            assert "data" not in differs  # the average of the gradients is another one
+            assert "data" not in differs  # only the average of the gradients differs here
         assert len(result.told["warned"]) == (rank == 0 and other >= 0)

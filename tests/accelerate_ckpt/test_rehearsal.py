@@ -1,4 +1,4 @@
-"""``ckpt rehearse`` on a script with a loop of its own: what is exact is said to be, and each defect is named."""
+"""``ckpt rehearse`` on a script with its own loop: an exact script passes, and each defect is reported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.conftest import ACCELERATE, ScriptRunner
 
 SCRIPT = Path(__file__).with_name("rehearsed_script.py")
 TRAINER = Path(__file__).with_name("rehearsed_trainer.py")
-#: What it imports, which takes longer than its training.
+#: Imports of the script with the Trainer, which take longer than its training.
 OF_TRAINER = ("transformers.trainer", "tensorboardX", "accelerate_ckpt.integrations.transformers")
 
 
 @pytest.fixture
 def forked(fork_script: ScriptRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes are forked from one that has imported Accelerate, which saves seconds each."""
+    """Fork the processes from one that has imported Accelerate, which saves seconds each."""
 
     def run(self: object, words: list[str], output: str, plan: Plan) -> int:
         script, *arguments = words[1:]
@@ -56,11 +56,11 @@ def test_points_that_are_asked_for_are_tried_in_place_of_the_scripts_own() -> No
 @pytest.mark.parametrize(
     ("case", "steps", "points"),
     [
-        # two epochs of 12 batches and a little more, of which the script saves each seventh
+        # two epochs of 12 batches and some more; the script saves after every seventh
         ("exact", 26, [("save_state", 19), ("save_state", 12), ("save_state", 5)]),
-        # also inside a window: 7 batches are 3 steps and a half
+        # also inside a window: 7 batches are three and a half steps
         ("accumulates", 14, [("save_state", 11), ("save_state", 7), ("save_state", 4)]),
-        # a script that has not saved itself, and that looks for itself what it resumes from
+        # a script that does not save, and that looks for its newest checkpoint itself
         ("auto", 26, [("middle", 13)]),
     ],
 )
@@ -119,7 +119,7 @@ def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(
     found = [(resumed.ranks, resumed.samples) for resumed in result.resumes]
     assert found == [(None, "-"), (2, at_two), (3, at_three)], result.text()
     assert result.is_exact == (case in ("exact", "stream")), result.text()
-    assert list(tmp_path.glob(".*")) == []  # such as notes for a rank that dies
+    assert list(tmp_path.glob(".*")) == []  # such as files for just-in-time saves
 
 
 @pytest.mark.extended_cells("exact-26-points0", "short-12-points3")
@@ -127,7 +127,7 @@ def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(
 @pytest.mark.parametrize(
     ("case", "steps", "points"),
     [
-        # two epochs of 12 steps and a little more, of which the script saves each seventh
+        # two epochs of 12 steps and some more; the script saves after every seventh
         ("exact", 26, [("save_state", 7), ("save_state", 14), ("save_state", 21)]),
         ("accumulates", 14, [("save_state", 7)]),
         ("saves nothing", 26, [("middle", 13)]),
@@ -169,7 +169,7 @@ def test_two_ranks_under_a_launcher_are_compared_one_by_one(tmp_path: Path, case
     result = rehearse(
         [*launcher, str(SCRIPT), case],
         at=[3],
-        steps=9,  # more than an epoch of 6
+        steps=9,  # more than an epoch, which has 6
         resume_arguments=["{checkpoint}"],
         ranks=[1],
         directory=tmp_path / "kept",

@@ -1,4 +1,4 @@
-"""What a script's saves cost: in its trackers, in the Trainer's logs, and as a page."""
+"""Reports of what a script's saves cost: in its trackers, in the Trainer's logs, and as a page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _in_the_background(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) 
 
 
 def train(folder: Path, *, log: bool = True, resume: bool = False, **settings: Any) -> Any:
-    """Three steps with a save after each, which the script logs when it is durable, every ten of its own steps."""
+    """Train three steps with a save after each; log when it is durable, under a step number of its own (0, 10, 20)."""
     accelerator = attach(Accelerator(log_with="tensorboard" if log else None, project_dir=folder), **settings)
     accelerator.init_trackers("run")
     run = Run(accelerator)
@@ -153,8 +153,8 @@ def test_trackers_get_nothing_unless_asked(tmp_path: Path) -> None:
 def test_the_page_counts_interruptions_and_listeners_hear_of_them(tmp_path: Path) -> None:
     page, heard = tmp_path / "report.html", list[Event]()
     wanted: dict[str, Any] = {"log": False, "report": page, "listeners": [heard.append]}
-    train(tmp_path, **wanted)  # ends without a word
-    gc.collect()  # end_training is for all Accelerators that there are
+    train(tmp_path, **wanted)  # does not call end_training
+    gc.collect()  # end_training is for all Accelerators that exist
     train(tmp_path, resume=True, **wanted).end_training()
     processes = read_events([f"{page}.jsonl"])
     (interruption,) = interruptions_of(processes)
@@ -230,7 +230,7 @@ def test_a_script_that_just_ends_has_its_line_and_its_page(
         fork.setattr(_report, "_open", _report._open[:])
         _report.close_reports()
         assert not page.exists()
-    _report.close_reports()  # as the interpreter does when it ends
+    _report.close_reports()  # as at the end of the interpreter
     assert [line for line in caplog.messages if line.startswith("3 checkpoints saved")]
     assert "Checkpoints of a run" in page.read_text()
     caplog.clear()

@@ -1,4 +1,4 @@
-"""Policies that say which checkpoints stay, beside ``total_limit``."""
+"""Retention policies, alongside ``total_limit``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 class Training:
-    """Steps an optimizer, logs and saves."""
+    """A training that steps an optimizer, logs and saves."""
 
     def __init__(self, project_dir: Path, retention: Any, *, strategy: str = "sync", **project: Any) -> None:
         names = ProjectConfiguration(str(project_dir), automatic_checkpoint_naming=bool(project), **project)
@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_knows_of_the_checkpoints_before(tmp_path: Path) -> N
     assert session is not None and session.step == 18
     going_on.step(4, loss=9.0).save()  # after 22 steps
     assert names(folder) == ["checkpoint_0", "checkpoint_1", "checkpoint_3"]
-    going_on.step(1, loss=0.5).save()  # the best now; checkpoint_3 stays as the first after 20 steps
+    going_on.step(1, loss=0.5).save()  # now the best; checkpoint_3 stays as the first after 20 steps
     assert names(folder) == ["checkpoint_1", "checkpoint_3", "checkpoint_4"]
 
 
@@ -162,7 +162,7 @@ def test_a_run_that_only_warns_goes_on_without_its_store(
 def test_nothing_goes_when_its_successor_was_not_saved(small_filesystem: Path) -> None:
     training = Training(small_filesystem, "latest=1")
     training.step().save(small_filesystem / "step_1")
-    large = torch.nn.Linear(2200, 1000)  # 8.8 MB, and there are 8.4
+    large = torch.nn.Linear(2200, 1000)  # 8.8 MB, but only 8.4 fit
     training.accelerator.prepare(large)
     with pytest.raises(OSError, match="No space left"):
         training.step().save(small_filesystem / "step_2")

@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state`` in one process: Accelerate's semantics, and what ours promise beyond them."""
+"""``save_state`` and ``load_state`` in one process: Accelerate's semantics, and what we promise beyond them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def accelerator_of(strategy: str = "async", options: dict[str, Any] | None = None, **arguments: Any) -> Accelerator:
-    # Also what the last one left, as in a new process.
+    # Also reset what the last Accelerator left, as in a new process.
     GradientState._reset_state()
     return attach(Accelerator(**arguments), strategy, **(options or {}))
 
@@ -104,7 +104,7 @@ def test_state_of_an_optimizer_keeps_its_type(tmp_path: Path, strategy: str, wei
 
 @pytest.mark.parametrize("strategy", ["async", "sharded"])
 def test_state_of_an_optimizer_lies_in_memory_as_its_parameter(tmp_path: Path, strategy: str) -> None:
-    """A fused step takes the memory of both as it is."""
+    """A fused step takes for granted that both have the same memory format."""
 
     def prepared() -> tuple[Accelerator, nn.Module, Any]:
         torch.manual_seed(1)
@@ -121,7 +121,7 @@ def test_state_of_an_optimizer_lies_in_memory_as_its_parameter(tmp_path: Path, s
 
     run = prepared()
     train(*run, 0)
-    train(*run, 1, steps=False)  # in a window of accumulation, whose gradients are saved, too
+    train(*run, 1, steps=False)  # inside an accumulation window: its gradients are saved, too
     run[0].save_state(tmp_path / "saved")
     train(*run, 2)
     resumed = prepared()
@@ -217,7 +217,7 @@ def test_several_models_optimizers_and_objects(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_does_not_count_the_steps_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else ranks disagree about their step where a later one lies in its place, which is chance."""
+    """Otherwise ranks disagree about their step when a later optimizer happens to get the same ``id``."""
     monkeypatch.setattr(session_module, "id", lambda _: 1, raising=False)
     accelerator: Any = attach(Accelerator(), strategy="sync")
     for steps, expected in [(4, 4), (1, 4), (6, 6)]:
@@ -229,7 +229,7 @@ def test_an_optimizer_does_not_count_the_steps_of_one_that_is_gone(monkeypatch: 
 
 
 def test_the_first_step_of_an_optimizer_is_not_the_second_of_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else ranks would count the boundaries at which they raise a failure differently."""
+    """Otherwise ranks would count the boundaries at which they raise a failure differently."""
     monkeypatch.setattr(background_failures, "id", lambda _: 1, raising=False)
     accelerator: Any = attach(Accelerator(), strategy="async")
     watch = session_of(accelerator).outcomes  # type: ignore[union-attr]
@@ -418,7 +418,7 @@ def test_one_that_may_not_be_read_is_passed_over(anyones_path: Path, caplog: pyt
     expected = run.state()
     run.train(2)
     run.accelerator.save_state()
-    run.accelerator.load_state()  # and imports what another user may not
+    run.accelerator.load_state()  # imports modules, which another user may not be able to
     closed = anyones_path / "checkpoints" / "checkpoint_1"
     caplog.clear()
     with closed_to_this_user(closed):
@@ -431,10 +431,10 @@ def test_one_that_may_not_be_read_is_passed_over(anyones_path: Path, caplog: pyt
 def test_an_old_checkpoint_stays_if_its_successor_fails(small_filesystem: Path) -> None:
     project = small_filesystem / "project"
     accelerator = automatic(project, total_limit=1)
-    model = accelerator.prepare(nn.Linear(1100, 1000))  # 4.4 MB, and there are 8
+    model = accelerator.prepare(nn.Linear(1100, 1000))  # 4.4 MB, and only 8 fit
     accelerator.save_state()
     saved = model.weight.detach().clone()
-    nn.init.zeros_(model.weight)  # what has not changed would not be written again
+    nn.init.zeros_(model.weight)  # unchanged weights would not be written again
     accelerator.save_state()
     with pytest.raises(CheckpointError, match="No space left"):
         accelerator.end_training()
@@ -446,7 +446,7 @@ def test_an_old_checkpoint_stays_if_its_successor_fails(small_filesystem: Path) 
 
 
 def fail_in_the_background(filesystem: Path, **options: Any) -> tuple[Run, Path]:
-    """Return a run whose save has failed by now, because there is no space for it, and there is again."""
+    """Return a run whose background save has failed because the disk was full; it has space again."""
     filler = filesystem / "filler"
     filler.write_bytes(bytes(6 * 2**20))
     run = Run(accelerator_of(options=options), width=40_000)  # 4 MB with AdamW's moments
@@ -531,7 +531,7 @@ def test_a_save_inside_a_window_can_be_refused(tmp_path: Path) -> None:
 
 
 class Adversaries:
-    """Whose generator's loss leaves gradients in the discriminator, which zeroes its own after its step."""
+    """A GAN: the generator's loss leaves gradients in the discriminator, which zeroes its own after its step."""
 
     def __init__(self, seed: int = 0) -> None:
         self.accelerator = accelerator_of("sync")

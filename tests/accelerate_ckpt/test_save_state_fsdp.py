@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as dcp
 from tests.attacks.test_pickles import Exploit
 from tests.support.accelerate_ranks import Ranks
 
-# Accelerate makes FSDP on the CPU a DDP, silently. This is what it would set for a GPU.
+# On the CPU, Accelerate silently replaces FSDP by DDP. This is what it would set for a GPU.
 PREPARED = """
     import functools
     from accelerate import FullyShardedDataParallelPlugin
@@ -69,7 +69,7 @@ PREPARED = """
 """
 
 
-#: What the script is given, but for where it saves and its seed.
+#: Arguments of the script, except for its seed and where it saves.
 NAMES: dict[str, Any] = {"version": 2, "accumulation": 1, "normed": False, "alone": False}
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path
     assert (tmp_path / "saved" / "pytorch_model_fsdp_0").is_dir()
     assert [result.error for result in loaded] == [None, None]
     assert loaded[0].told["whole"] == by_stock[0].told["whole"]
-    if not accelerate.__version__.startswith("1.10."):  # which does not get the optimizer back itself
+    if not accelerate.__version__.startswith("1.10."):  # which does not restore the optimizer itself
         assert loaded[0].told["whole"] == saved[0].told["whole"]
 
 

@@ -17,7 +17,7 @@ PREPARED = """
     accelerator.register_for_checkpointing(counter)
     torch.manual_seed(50 + rank)
 """
-# What each rank has of its own; tensors as lists, because it is told as JSON.
+# What each rank has of its own; tensors as lists, because it is sent as JSON.
 OWN = """
     tell(
         own=[counter.count, torch.rand(2).tolist(), accelerator.step],
@@ -115,7 +115,7 @@ def test_a_save_on_one_rank_alone_is_an_error_that_says_what_to_do(
     """
     results = ranks.run(body, 2, saved=str(tmp_path / "saved"), caller=caller, strategy=strategy)
     assert results[caller].error == "RankFailedError"
-    if (caller, strategy) == (0, "async"):  # found in the background
+    if (caller, strategy) == (0, "async"):  # detected in the background
         assert "rank 1 did not begin the save" in results[0].message
         assert "call save on all ranks" in results[0].message
     else:
@@ -246,7 +246,7 @@ def test_a_failure_in_the_background_surfaces_on_every_rank_at_the_same_step(
             time.sleep(0.05)
         accelerator.end_training()
     """
-    steps = 40 if on_error == "warn" else 800  # it may take a while on a busy machine, and ends the training
+    steps = 40 if on_error == "warn" else 800  # the failure ends the training, which may take a while on a busy machine
     results = ranks.run(body, 2, saved=str(small_filesystem / "saved"), on_error=on_error, steps=steps)
     assert all(result.told["returned"] for result in results)
     if on_error == "warn":

@@ -1,4 +1,4 @@
-"""``save_state`` under a condition on the rank: a right checkpoint or a clear error, never a wait for a time limit."""
+"""``save_state`` on some ranks only: a correct checkpoint or a clear error, never a wait for a time limit."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_rank_that_is_only_slow_is_waited_for(ranks: Ranks, tmp_path: Path) ->
         save = accelerator.save_state
         accelerator.save_state = lambda path: (time.sleep(1), save(path))
 """
-    # Nothing else keeps the ranks together here: rank 0 would be gone before the other has heard of the last save.
+    # Nothing else keeps the ranks together: rank 0 would be gone before the other rank learns of the last save.
     together = TRAINED.replace("accelerator.end", "accelerator.wait_for_everyone()\n    accelerator.end")
     names = {"saved": str(tmp_path), "saves": [2, 4], "savers": [0, 1], "joint": 0}
     for strategy in ("sync", "async", "sharded"):
@@ -122,7 +122,7 @@ def test_a_rank_that_is_only_slow_is_waited_for(ranks: Ranks, tmp_path: Path) ->
 
 
 def test_a_save_without_rank_zero_is_an_error_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    # Far within commit_timeout, which is ten minutes.
+    # Long before commit_timeout, which is ten minutes.
     names = {"strategy": "async", "saved": str(tmp_path), "saves": [2], "savers": [1], "joint": 0}
     results = ranks.run(RUN + "    import os\n" + TRAINED.replace("train(9)", ALONE), 2, **names)
     assert results[1].told["error"] == "RankFailedError"

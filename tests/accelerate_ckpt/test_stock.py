@@ -28,7 +28,7 @@ from tests.support.pickles import DAMAGED, REFUSED, archive_of
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 PICKLES = ["custom_checkpoint_0.pkl", "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "pytorch_model.bin"]
-ALLOWED = PICKLES[:3]  # as far as stock reads them so itself
+ALLOWED = PICKLES[:3]  # only those that stock itself would unpickle
 
 
 class Exploit:
@@ -92,7 +92,7 @@ def test_code_runs_where_it_was_allowed(stock: Path, tmp_path: Path, name: str, 
     try:
         run.accelerator.load_state(str(stock), {"weights_only": False} if how == "load_kwargs" else None)
     except CheckpointError:
-        assert name == "optimizer.bin"  # whose own check does not like the key
+        assert name == "optimizer.bin"  # the optimizer's own check refuses the key
     else:
         assert counter.count == 5
     assert marker.exists()
@@ -103,7 +103,7 @@ def test_registered_objects_that_are_plain_data_need_no_option(stock: Path) -> N
     run.accelerator.load_state(str(stock))
     assert counter.count == 5
     assert torch.equal(counter.seen, torch.zeros(2))
-    torch.save({"other": 1}, stock / "custom_checkpoint_0.pkl")  # the object keeps nothing that is in the file
+    torch.save({"other": 1}, stock / "custom_checkpoint_0.pkl")  # the object shares no memory with the file
     assert torch.equal(counter.seen, torch.zeros(2))
 
 
@@ -183,7 +183,7 @@ def test_a_pickle_that_nothing_writes_is_damaged(
         run.accelerator, saved / "checkpoint_9", CheckpointCorruptedError, name, "load an earlier checkpoint"
     )
     run.accelerator.load_state()
-    assert counter.count == 0  # of ours
+    assert counter.count == 0  # from our checkpoint
     assert f"passed over the checkpoint {saved / 'checkpoint_9'}" in caplog.text
 
 
@@ -232,7 +232,7 @@ def garbage(path: Path) -> None:
     ("name", "harm"),
     [
         *itertools.product([*PICKLES, "model.safetensors"], [cut, garbage]),
-        *((name, damage) for name in PICKLES if name != "scheduler.bin"),  # which has no tensor
+        *((name, damage) for name in PICKLES if name != "scheduler.bin"),  # it has no tensor
     ],
 )
 def test_nothing_is_changed_by_a_damaged_one(tmp_path: Path, name: str, harm: Callable[[Path], None]) -> None:

@@ -13,7 +13,7 @@ from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import Ranks
 
 TERMINATED = -signal.SIGTERM
-# Each case is a process of its own, with a disk on which a save takes its time.
+# Each case is a fresh process, with a disk on which a save takes a while.
 CASES = """
     import os, signal, sys, threading, time
     from accelerate_ckpt._termination import finish_before_exit, protect
@@ -197,7 +197,7 @@ def test_a_rank_that_has_yet_to_come_to_a_save_gets_there(ranks: Ranks, tmp_path
 
 
 def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
-    # commit_timeout is ten minutes: who waits for that rank does not end in time.
+    # commit_timeout is ten minutes: a rank that waits for the dead one does not end in time.
     body = f"""{CASES}
     accelerator = prepared()
     if rank == 1:

@@ -1,4 +1,4 @@
-"""``save_state`` on a local disk with uploads from there, and ``load_state`` from the nearest copy that is whole."""
+"""``save_state`` to a local disk with uploads from there, and ``load_state`` from the nearest complete copy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place:
         self.remote = f"memory://{uuid.uuid4().hex}/run"
 
     def accelerator(self, strategy: str = "async", *, total_limit: int | None = None, **options: Any) -> Accelerator:
-        GradientState._reset_state()  # what the last one left, as in a new process
+        GradientState._reset_state()  # as in a new process
         project = ProjectConfiguration(str(self.local), automatic_checkpoint_naming=True, total_limit=total_limit)
         accelerator = Accelerator(project_config=project, gradient_accumulation_steps=2)
         return attach(accelerator, strategy, **{"local_dir": self.local, "upload_to": self.remote, **options})
@@ -49,7 +49,7 @@ class Place:
 
 
 def saved(run: Run, count: int) -> Any:
-    """Train and save so many times; return the state at the last."""
+    """Train and save ``count`` times; return the state at the last save."""
     for _ in range(count):
         run.train(3)
         run.accelerator.save_state()

@@ -1,4 +1,4 @@
-"""``ResumableCallback``: what it saves, keeps, finds again and refuses."""
+"""``ResumableCallback``: what it saves, keeps, resumes from and refuses."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class StopAfter(TrainerCallback):
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Draws from all generators while it is read, and so makes every one of them count."""
+    """Draws from all generators while it is read, so that each of them matters."""
 
     def __len__(self) -> int:
-        return 62  # the last batch of an epoch is smaller, and its last window too
+        return 62  # the last batch of an epoch is smaller, and so is its last window
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         noise = random.random() + float(np.random.rand()) + torch.rand(4)
@@ -120,7 +120,7 @@ def trainer_for(
 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    # Small states are waited for; these are to be in the background, as large ones are.
+    # Saves wait for small states; here, all are saved in the background like large ones.
     monkeypatch.setattr(small_states, "SMALL_STATE_BYTES", 0)
     yield
     close_sessions()
@@ -175,7 +175,7 @@ def test_a_callback_that_was_added_too_late_says_so(tmp_path: Path) -> None:
 class Generates(Trainer):
     """Trains for five batches on what it has drawn, as TRL's trainers do on what the model has generated.
 
-    It counts what its logs would tell.
+    It also counts tokens, as those trainers do for their logs.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -193,7 +193,7 @@ class Generates(Trainer):
 
 
 class TrainsBesides(Trainer):
-    """Has weights in the optimizer that are not the model's, as losses of sentence-transformers have."""
+    """Has parameters in the optimizer that are not the model's, as with losses of sentence-transformers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -249,13 +249,13 @@ def test_what_was_generated_is_saved_but_not_noted_after_each_step(tmp_path: Pat
     (saved,) = (each.state_dict() for each in trainer.accelerator._custom_objects)
     assert saved.pop("generated")["_step"] == 2
     assert noted == saved
-    trainer._buffered_inputs = torch.zeros(2)  # a Trainer of the script's, which keeps something else there
+    trainer._buffered_inputs = torch.zeros(2)  # a script's own Trainer may keep something else there
     (saved,) = (each.state_dict() for each in trainer.accelerator._custom_objects)
     assert saved["generated"]["_buffered_inputs"].tolist() == [0.0, 0.0]
 
 
 class GeneratesOtherwise(Generates):
-    """Keeps it under other names, as a later release of TRL may."""
+    """Keeps generated batches under another name, as a later release of TRL may."""
 
     def training_step(self, *args: Any) -> Any:
         loss = super().training_step(*args)
@@ -283,7 +283,7 @@ def test_it_is_said_where_what_was_generated_is_kept_otherwise(
 
 
 class Anneals(TrainerCallback):
-    """Keeps a factor in an attribute, and says nothing of a state."""
+    """Keeps a factor in an attribute, and has no state."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -507,7 +507,7 @@ def test_old_checkpoints_go_when_the_new_one_is_durable_and_the_best_one_stays(t
         eval_steps=2,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
-        greater_is_better=True,  # of a loss that falls: the best one is early
+        greater_is_better=True,  # the loss falls, so the best checkpoint is an early one
     )
     trainer.add_callback(Watch())
     trainer.train()
@@ -546,7 +546,7 @@ def test_what_runs_between_two_trainings_and_sees_the_weights_of_the_later_one_i
     assert "later train()" not in caplog.text
     with pytest.raises(StopError):
         run(8, evaluates=False)
-    (line,) = [one for one in caplog.messages if "later train()" in one]  # nothing may depend on it: no warning
+    (line,) = [one for one in caplog.messages if "later train()" in one]  # perhaps nothing depends on it: no warning
     assert line.endswith("this one ends after step 3, and what the script does after it sees the weights of step 6")
     caplog.clear()
     run(100, evaluates=True)
@@ -612,7 +612,7 @@ def test_a_folder_that_is_a_file_is_told_before_training_if_the_trainer_saves(tm
 
 
 def test_a_save_that_fails_in_the_background_ends_the_training(tmp_path: Path) -> None:
-    # A file where the folder of the checkpoints should be: nothing can be saved, whoever one is.
+    # A file where the folder of the checkpoints should be: nothing can be saved, not even by root.
     class MakeFile(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             (tmp_path / "folder").write_text("")
@@ -752,7 +752,7 @@ def test_another_trainer_is_left_alone(tmp_path: Path) -> None:
 
 
 class Overriding(Trainer):
-    """Overrides what is replaced, as trainers of other libraries do."""
+    """Overrides methods that the callback replaces, as trainers of other libraries do."""
 
     best = 0
 
@@ -781,7 +781,7 @@ class WritesWeights(Trainer):
 
 
 class OwnLoader(Trainer):
-    """Does not prepare the loader of its own."""
+    """Has its own loader, which it does not prepare."""
 
     shuffles = True
 
@@ -814,7 +814,7 @@ def test_what_subclasses_override_is_called(tmp_path: Path) -> None:
 
 
 class KeepsMore(Trainer):
-    """Scales the loss by a mean of its own, which it keeps beside the optimizer, as TRL's BCOTrainer does."""
+    """Scales the loss by its own mean, which it saves next to the optimizer, as TRL's BCOTrainer does."""
 
     mean = 1.0
 
@@ -863,7 +863,7 @@ def test_what_no_note_of_a_step_holds_is_said_where_a_rank_is_lost(
 
 
 class LooksAtItsState(TrainerCallback):
-    """Takes the state that a save would hold, and gives it back as the test has changed it."""
+    """Takes the state that a save would hold, changes it, and loads it back."""
 
     def __init__(self, change: Callable[[dict[str, Any]], None]) -> None:
         self.change, self.trainer = change, None
@@ -903,7 +903,7 @@ def test_what_is_trained_outside_of_the_model_is_there_or_it_is_said(
         trainer.train()
         assert said in caplog.text
         assert ("outside of the model" in caplog.text) == bool(said)
-    assert looks.held == ["1"]  # what is never trained is not in it
+    assert looks.held == ["1"]  # parameters that are never trained are not in it
 
 
 class TakesAny(Trainer):
@@ -936,7 +936,7 @@ def test_a_trainer_that_cannot_resume_is_refused(tmp_path: Path) -> None:
 
 
 class ReadsItsOwn(Trainer):
-    """Makes a model of the files in a checkpoint, as sentence-transformers does, and finds no weights of its own."""
+    """Makes a model from a checkpoint's own files, as sentence-transformers does; without them, its weights are new."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str) -> None:
         self.model.load_state_dict(Network().state_dict())

@@ -67,7 +67,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-@pytest.mark.filterwarnings("ignore")  # of PEFT and transformers about each other
+@pytest.mark.filterwarnings("ignore")  # warnings of PEFT and transformers about each other
 def test_adapters_go_on_and_can_be_read_by_peft(tmp_path: Path) -> None:
     whole = trainer_for(tmp_path / "whole")
     whole.train()
@@ -85,7 +85,7 @@ def test_adapters_go_on_and_can_be_read_by_peft(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
-    # so large that each step is worse than the one before
+    # a learning rate so large that each step is worse than the one before
     trainer = trainer_for(tmp_path, learning_rate=5.0, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2)
     trainer.train()
     best = trainer.state.best_model_checkpoint

@@ -50,7 +50,7 @@ def kill_after(checkpoint: Path, *command: str, cwd: Path) -> None:
         came = process.poll() is None and (checkpoint / "manifest.json").exists()
         family = [process.pid]
         if process.poll() is None:
-            # The launcher first: it would tidy up after its workers.
+            # The launcher first: otherwise it would clean up after its workers.
             family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         for member in family:
             with contextlib.suppress(ProcessLookupError):
@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     launcher: tuple[str, ...], options: tuple[str, ...], run_script: RunScript, tmp_path: Path
 ) -> None:
     command = (*launcher, str(EXAMPLE), *options, "--save_steps", "3", "--epochs", "4", "--output_dir")
-    # Without us, whatever the options before it say.
+    # With the Trainer alone: the later --strategy overrides the earlier options.
     program, *rest = (*command, "stock", "--strategy", "stock")
     stock = run_script(Path(program), *rest)
     kill_after(tmp_path / "ours/checkpoint-6", sys.executable, *command, "ours", cwd=tmp_path)

@@ -209,7 +209,7 @@ def test_each_step_is_noted_once_whether_or_not_the_run_saves(ranks: Ranks, tmp_
         found = ranks.run(LOSS, 2, folder=str(tmp_path / save), save=save, **NEVER)
         return [result.told["noted"] for result in found]
 
-    ends = [5, 10, 12]  # of epochs, when the Trainer may evaluate once more
+    ends = [5, 10, 12]  # ends of epochs, when the Trainer may evaluate once more
     assert noted("no") == noted("steps") == [sorted([*range(1, 13), *ends])] * 2
 
 

@@ -1,4 +1,4 @@
-"""Two trainings pointed at one directory by mistake: both go on, the second is told, and every checkpoint is whole."""
+"""Two trainings pointed at one directory by mistake: both continue, the second warns, and checkpoints are whole."""
 
 from __future__ import annotations
 

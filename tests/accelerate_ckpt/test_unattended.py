@@ -114,7 +114,7 @@ def test_a_directory_that_is_a_file_is_told_on_all_ranks_before_training(
     (tmp_path / "file").write_text("precious")
     options = {"checkpoint_dir": str(tmp_path / "file")}
     for result in run(ranks, tmp_path, world_size, automatic=False, options=options):
-        assert result.error in ("StorageError", "RankFailedError")  # of rank 0, whose words all have
+        assert result.error in ("StorageError", "RankFailedError")  # rank 0's error; the others repeat its message
         assert "Not a directory" in result.message
         assert "resumed" not in result.told
 
@@ -213,7 +213,7 @@ def test_a_preempted_run_resumes_exactly(
     resumed = run(ranks, folder, world_size, automatic=automatic)
     for found, expected in zip(resumed, whole, strict=True):
         name, step, epoch, batch = found.told["resumed"]
-        batches = expected.told["step"] // 2  # of an epoch; other ranks learn of the signal some batches later
+        batches = expected.told["step"] // 2  # in an epoch; other ranks learn of the signal some batches later
         assert (name, step) == (saved.name, epoch * batches + batch)
         assert 4 <= step < expected.told["step"]
         assert (found.told["step"], found.told["weights"]) == (expected.told["step"], expected.told["weights"])
@@ -252,7 +252,7 @@ def test_an_evaluation_after_an_epoch_is_brought_to_its_end_once(
     assert [(result.error, result.message.strip()) for result in ended] == [("SystemExit", "143")] * world_size
     resumed = run(ranks, tmp_path / "run", world_size)
     for before, found, expected in zip(ended, resumed, whole, strict=True):
-        assert found.told["resumed"][2] == 1  # in the epoch after it, at its begin if all ranks knew by then
+        assert found.told["resumed"][2] == 1  # in the next epoch; at its beginning if all ranks knew by then
         assert (before.told["evaluated"], found.told["evaluated"]) == ([0], [1])
         assert (found.told["step"], found.told["weights"]) == (expected.told["step"], expected.told["weights"])
 
@@ -282,7 +282,7 @@ def test_a_run_stays_where_it_began_though_its_script_changes_its_working_direct
         assert (result.error, result.message.strip()) == ("SystemExit", "143")
     assert result.told["resumed"][1] == 5
     saved = [path.name.rpartition("_")[0] for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert saved == ["checkpoint"] * 2  # nor is a crash counted
+    assert saved == ["checkpoint"] * 2  # and no crash was recorded
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "report.html", "report.html.jsonl", "run"]
     assert not list(elsewhere.iterdir())
 
@@ -487,7 +487,7 @@ def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Pa
 
 def test_seconds_of_a_deadline_count_from_when_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     preemption = Preemption(deadline=3600)
-    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 7200)  # the clock is set
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 7200)  # the clock has been changed
     watch = PreemptionWatch(preemption, RankGroup.alone(), lambda: False)
     watch.close()
     assert watch._watch._notices._preemption.ends_at == preemption.ends_at

@@ -1,4 +1,4 @@
-"""Fine-tuning over frozen weights with Accelerate: what ``sharded`` links, and what stays one file for others."""
+"""Fine-tuning over frozen weights: what ``sharded`` links, and what stays one file that others can read."""
 
 from __future__ import annotations
 

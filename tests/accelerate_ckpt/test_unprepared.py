@@ -1,4 +1,4 @@
-"""Which iterators of loaders that were not prepared count as under way."""
+"""Which iterators of unprepared loaders count as in progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stream(IterableDataset[Any]):
 
 
 def begin(loader: DataLoader[Any]) -> Iterator[Any]:
-    # not by `__iter__`, which an attached Accelerator of another test has wrapped
+    # not with `__iter__`, which an attached Accelerator of another test has wrapped
     return unprepared.iterate(lambda loader: loader._get_iterator(), loader)
 
 
@@ -36,8 +36,8 @@ def begin(loader: DataLoader[Any]) -> Iterator[Any]:
 )
 def test_an_iterator_counts_until_its_last_batch(make: Any, length: int | None) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of torch, about streams of which somebody has asked the length
-        for number, _ in enumerate(begin(make()), start=1):  # which nothing else has, as in a `for` of a script
+        warnings.simplefilter("error")  # torch's warning about streams whose length was asked for
+        for number, _ in enumerate(begin(make()), start=1):  # nothing else holds it, as in a `for` of a script
             places = [place for _, _, place in unprepared.iterators()]
             assert places == ([] if number == length else [[1, number]])
     assert unprepared.iterators() == []

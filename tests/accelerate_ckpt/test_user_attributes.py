@@ -1,4 +1,4 @@
-"""What training changes in a script's model and no state holds is named at a save, once; nothing else is."""
+"""Attributes of a model that training changes and no state holds are reported once, at a save; no others are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Annealed(Net):
 
 
 class Outer(torch.nn.Module):
-    """Holds one that changes."""
+    """A module around one whose attribute changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def accelerator() -> Iterator[Any]:
 
 
 def said(accelerator: Any, model: torch.nn.Module, directory: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is said at two saves of a short training."""
+    """Train and save twice; return the log lines about attributes that no state holds."""
     attach(accelerator, "sync")
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     if isinstance(model, Scheduled):

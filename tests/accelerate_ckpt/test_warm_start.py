@@ -1,4 +1,4 @@
-"""Prepared models that start from another model's checkpoint, or from another program's."""
+"""Warm starts: prepared models that start from the checkpoint of another model or of another program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_fits_is_taken(tmp_path: Path, is_ours: bool) -> None:
 def test_state_whose_owner_the_files_do_not_tell_is_left(tmp_path: Path) -> None:
     accelerator = Accelerator()
     trained(accelerator, "b", "a")
-    accelerator.save_state(str(tmp_path / "stock"))  # its tensors are in the order of their names
+    accelerator.save_state(str(tmp_path / "stock"))  # its tensors are in alphabetical order of their names
     accelerator.free_memory()
     model, optimizer = trained(accelerator, "a")
     before = optimizer.state[model["a"].weight]["exp_avg"].clone()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Counter:
-    """An object to register: counts, and remembers a tensor."""
+    """An object to register for checkpointing, with a count and a tensor."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
@@ -45,16 +45,16 @@ def model_of(seed: int, width: int = 4) -> nn.Module:
 
 
 class Run:
-    """A model and all that trains it, prepared.
+    """A model, optimizer, scheduler and loader, prepared by an Accelerator.
 
     Args:
-        accelerator: What prepares it.
-        seed: Of the weights.
-        width: Of the model.
+        accelerator: The Accelerator that prepares them.
+        seed: Seed of the weights.
+        width: Width of the model.
     """
 
     def __init__(self, accelerator: Accelerator, seed: int = 0, width: int = 4) -> None:
-        # Before there is an optimizer, as devices that torch does not know by name need it.
+        # Moved before the optimizer is made, as devices need whose names torch does not know.
         model = model_of(seed, width).to(accelerator.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -88,11 +88,11 @@ class Run:
         return self
 
     def buffers(self) -> list[Any]:
-        """Return the model's statistics, which each rank has of its own."""
+        """Return the model's statistics, which differ between ranks."""
         return [buffer.tolist() for buffer in self.model.buffers()]
 
     def state(self) -> dict[str, Any]:
-        """Return what must be equal in two runs that are at the same point."""
+        """Return the state that must be equal in two runs at the same point."""
         return {
             "model": {name: value.clone() for name, value in self.model.state_dict().items()},
             "optimizer": self.optimizer.state_dict(),
