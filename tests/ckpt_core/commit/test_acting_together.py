@@ -1,4 +1,4 @@
-"""Ranks, here threads, that are asked at different moments and act at one boundary."""
+"""Ranks, here threads, that are asked to act at different moments, and act at one boundary."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def stores(count: int) -> list[TCPStore]:
 
 
 class Ranks:
-    """Threads that step together as a gradient exchange has them do, each with its meeting.
+    """Threads that step together, as a gradient exchange makes ranks do, each with its own meeting.
 
-    They train for so many steps, or until they have acted ``until`` times.
+    They train for ``steps`` steps, or until they have acted ``until`` times.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Ranks:
                     if call.requests:
                         self.acted[rank].append(((step, 0), sorted(call.requests), call.together))
                         acted(rank, step)
-                        exchange.wait()  # what is done needs all of them
+                        exchange.wait()  # what the ranks do here needs all of them
                 call = self.meetings[rank].at_last((steps + 1, 0))
                 if call.requests:
                     self.acted[rank].append(((steps + 1, 0), sorted(call.requests), call.together))
@@ -80,7 +80,7 @@ def test_all_act_once_at_the_same_boundary(asked: dict[int, int]) -> None:
     def during(rank: int, step: int, meeting: Meeting) -> None:
         if asked.get(rank) == step:
             meeting.ask("save")
-        pause.wait(0.005)  # a step takes its time
+        pause.wait(0.005)  # a step takes some time
 
     ranks = Ranks(3, 60, during)
     assert ranks.errors == []
@@ -95,7 +95,7 @@ def test_what_is_asked_in_the_last_step_is_done_at_the_end(asked: tuple[int, ...
         if rank in asked and step == 3:
             meeting.ask("save")
 
-    ranks = Ranks(2, 3, during, look_every=2.0)  # nobody looks before the end by itself
+    ranks = Ranks(2, 3, during, look_every=2.0)  # no rank looks by itself before the end
     assert ranks.errors == []
     assert ranks.acted[0] == ranks.acted[1]
     assert [(requests, together) for _, requests, together in ranks.acted[0]] == [(["save"], True)]

@@ -88,7 +88,7 @@ def test_nothing_is_raised_when_nothing_fails(fork_script: ScriptRunner) -> None
 
 
 class Saves:
-    """The saves of one rank, as far as an outcome asks about them."""
+    """Stands for the saves of one rank, as far as an outcome asks about them."""
 
     def __init__(self) -> None:
         self.is_busy = True
@@ -116,7 +116,7 @@ def test_a_single_process_raises_at_once_and_only_once() -> None:
 
 
 def test_each_of_two_saves_under_way_may_fail() -> None:
-    """A rank that has raised the first failure still hears of the second."""
+    """A rank that has raised the first failure still learns of the second."""
     store = HashStore()
     ranks = [Saves(), Saves()]
     outcomes = [RunOutcome(saves, store, rank, 2) for rank, saves in enumerate(ranks)]
@@ -126,7 +126,7 @@ def test_each_of_two_saves_under_way_may_fail() -> None:
         ranks[0].failure = StorageError(text)
         for outcome in outcomes:
             outcome.at_boundary()
-        for outcome in reversed(outcomes):  # rank 0 waits until the other has heard
+        for outcome in reversed(outcomes):  # rank 0 waits until the other rank has heard of it
             with pytest.raises(StorageError, match=text):
                 outcome.at_boundary()
 
@@ -143,7 +143,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(failing: int | None) -> None:
         told[rank] = json.loads(json.dumps(mine))
         return told
 
-    for rank in (0, 1, 0, 1):  # the second time all have told the others
+    for rank in (0, 1, 0, 1):  # the second time, all ranks have told the others
         if failing is None or (failing == 1 and told == [None, None] and rank == 0):
             raise_together(functools.partial(fail, rank), exchange)
             continue

@@ -1,4 +1,4 @@
-"""The reports of many ranks become one outcome, whatever ranks fail, stall or do not take part."""
+"""The reports of many ranks become one outcome, whichever ranks fail, stall or do not take part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server() -> TCPStore:
 
 @pytest.fixture
 def series(server: TCPStore) -> Callable[[int], list[SaveSeries]]:
-    """Makes a series for each rank of a world, each with a connection of its own."""
+    """Return a function that makes a series for each rank of a world, each with its own connection."""
 
     def make(world_size: int) -> list[SaveSeries]:
         def store(rank: int) -> TCPStore:
@@ -43,7 +43,7 @@ def series(server: TCPStore) -> Callable[[int], list[SaveSeries]]:
 
 
 def together(*actions: Callable[[], Any]) -> list[Any]:
-    """Do all at the same time; return what each has returned or raised."""
+    """Run all actions at the same time; return what each has returned or raised."""
     results: list[Any] = [None] * len(actions)
 
     def run(index: int) -> None:
@@ -62,7 +62,7 @@ def together(*actions: Callable[[], Any]) -> list[Any]:
 
 
 def opened(series: SaveSeries, path: str = "/a", *, timeout: float) -> JointSave:
-    """Open a save that is as short, but in which a thread of a busy machine gets to ask the store."""
+    """Open a save with this timeout, in which a thread of a busy machine still gets to ask the store."""
     joint = JointSave(series, path, timeout=timeout)
     if joint._store is not None:
         joint._store._answer_within = SECONDS
@@ -83,7 +83,7 @@ def save(
 
 
 def save_behind(rank_0: SaveSeries, *others: SaveSeries) -> list[Any]:
-    """Save on these ranks alone, on rank 0 for 0.1 s from when the others have reported; do as :func:`together`."""
+    """Save on these ranks alone, on rank 0 for 0.1 s once the others have reported; return as :func:`together`."""
 
     def last() -> int:
         while not rank_0.group.store.check([f"session-0-1/report/{other.group.rank}" for other in others]):
@@ -179,7 +179,7 @@ def test_a_commit_that_fails(series: Any, error: Exception, expected: tuple[type
 def test_a_missing_rank_is_named(series: Any) -> None:
     ranks = series(4)
     joint = JointSave(ranks[2], "/a", timeout=SECONDS)
-    joint.join()  # and then it dies
+    joint.join()  # this rank then dies
     results = save_behind(ranks[0], ranks[1], ranks[3])
     assert {kind for kind, _ in failures(results)} == {RankFailedError}
     assert all(
@@ -190,7 +190,7 @@ def test_a_missing_rank_is_named(series: Any) -> None:
 
 def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(series: Any) -> None:
     ranks = series(3)
-    JointSave(ranks[2], "/a", timeout=SECONDS).join()  # and then it dies
+    JointSave(ranks[2], "/a", timeout=SECONDS).join()  # this rank then dies
     results = together(
         *[lambda s=s: save(s) for s in ranks[:2]],
         lambda: setattr(ranks[0], "find_dead", lambda: [2]),
@@ -241,7 +241,7 @@ def test_a_save_on_another_rank_only_fails(series: Any) -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 did not begin[^\n]*\n[^\n]*call save on all ranks"):
         save(ranks[1], "/a", timeout=0.1)
     with pytest.raises(RankFailedError, match="rank 0 saves to /b, but rank 1 to /a"):
-        save(ranks[0], "/b", timeout=0.1)  # for so long it waits for the other to read the outcome
+        save(ranks[0], "/b", timeout=0.1)  # it waits this long for the other rank to read the outcome
     with pytest.raises(RankFailedError, match="rank 0 saves to /b, but rank 1 to /a"):
         save(ranks[1], "/b")
     assert together(*[lambda s=s: save(s, "/c") for s in ranks]) == [2, 2]
@@ -268,7 +268,7 @@ def test_ranks_find_each_other_again_when_one_has_missed_saves(
 
     ranks = series(2)
     of_0, of_1 = together(lambda: saves(0), lambda: saves(1))
-    assert of_0[-4:] == of_1[-4:] == [(step, 1) for step in range(8, 12)]  # both have saved the same
+    assert of_0[-4:] == of_1[-4:] == [(step, 1) for step in range(8, 12)]  # both ranks have saved the same
 
 
 def test_a_rank_that_was_left_out_catches_up(series: Any) -> None:
@@ -295,7 +295,7 @@ def test_different_paths_are_an_error_that_names_both(series: Any) -> None:
 
 
 def test_a_rank_0_that_is_slow_to_commit_is_waited_for(series: Any) -> None:
-    """Each step has the whole time, whatever the ones before have taken."""
+    """Each step of a save has the whole timeout, however long the ones before have taken."""
     ranks, may_take = series(2), []
     joint = JointSave(ranks[1], "/a", timeout=SECONDS)
     assert joint._store is not None
@@ -313,7 +313,7 @@ def test_a_rank_0_that_is_slow_to_commit_is_waited_for(series: Any) -> None:
 
 
 def test_rank_0_stays_until_all_have_read_the_outcome(series: Any) -> None:
-    """It may be about to exit, and the outcome would be gone with it."""
+    """Rank 0 may be about to exit, and the outcome would be gone with it."""
     ranks = series(2)
     order: list[str] = []
 
@@ -380,7 +380,7 @@ def test_an_interrupted_wait_for_the_outcome_leaves_it_open(series: Any, monkeyp
         interrupted.conclude("written", lambda _: 0)
     assert interrupted.undecided
     assert save(ranks[0]) == 2
-    assert not ranks[0].group.store.check(["session-0-1/outcome"])  # rank 0 waits for nobody to hear it
+    assert not ranks[0].group.store.check(["session-0-1/outcome"])  # rank 0 does not wait until another rank reads it
 
 
 def test_a_rank_that_has_missed_saves_waits_for_rank_0_once(series: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +394,7 @@ def test_a_rank_that_has_missed_saves_waits_for_rank_0_once(series: Any, monkeyp
     monkeypatch.setattr(TimedStore, "wait", count)
     with pytest.raises(RankFailedError, match="rank 0 did not begin the save"):
         save(rank, timeout=0.1)
-    assert sum(waited) == 0  # beyond the time for which it looked what rank 0 saves
+    assert sum(waited) == 0  # beyond the time in which it looked what rank 0 saves
 
 
 def test_a_single_process_needs_no_store() -> None:
@@ -403,7 +403,7 @@ def test_a_single_process_needs_no_store() -> None:
     error = StorageError("full")
     with pytest.raises(StorageError) as info:
         save(alone, report=error)
-    assert info.value is error  # and no rank is named where there is only one
+    assert info.value is error  # no rank is named where there is only one
     assert alone.concluded == 2
 
 
@@ -429,7 +429,7 @@ def test_a_thousand_ranks_report_in_seconds() -> None:
         joint._store.set(joint._key(f"report/{rank}"), f'[["/a", null], null]\n{text}')
     began = time.process_time()
     sizes: list[int] = []
-    joint = opened(ranks[0], timeout=0.1)  # nobody reads the outcome
+    joint = opened(ranks[0], timeout=0.1)  # no rank reads the outcome
     joint.join()
     assert joint.conclude(text, lambda reports: sizes.append(sum(map(len, reports))) or len(reports)) == world
     assert sizes == [world * 50_000]

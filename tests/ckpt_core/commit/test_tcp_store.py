@@ -1,4 +1,4 @@
-"""The store of the ranks: who can reach it, and what a stranger who can is able to do."""
+"""The store of the ranks: who can reach it, and what a stranger who reaches it can do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt_core._commit.save_outcome import JointSave, SaveSeries
 from ckpt_core.errors import CheckpointError, RankFailedError
 from tests.conftest import ScriptRunner
 
-# Each rank connects, rank 0 says where its store listens, and all count that they were there.
+# Each rank connects, rank 0 returns where its store listens, and all count that they were there.
 SCRIPT = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
@@ -44,7 +44,7 @@ EVERYWHERE = {"00000000", "0" * 32}
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses, in hexadecimal as Linux has them, at which this machine listens on a port."""
+    """Return the addresses, in hexadecimal as Linux writes them, at which this machine listens on a port."""
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -89,7 +89,7 @@ def ranks() -> list[RankGroup]:
 
 
 class Recording:
-    """A store of a stranger's own, which shows what a rank writes."""
+    """A stranger's own store, which records what a rank writes."""
 
     def __init__(self) -> None:
         self.written: dict[str, str] = {}
@@ -117,7 +117,7 @@ def test_a_report_that_no_rank_has_written_commits_nothing(
     recording: Any = Recording()
     genuine = JointSave(SaveSeries(RankGroup(1, 2, recording, ranks[0].session)), "a.ckpt", timeout=0.01)
     assert genuine._store is not None
-    genuine._store._answer_within = 60.0  # on a busy machine, a thread takes more than 0.01 s to ask
+    genuine._store._answer_within = 60.0  # on a busy machine, a thread needs more than 0.01 s to ask
     genuine.join()
     with pytest.raises(RankFailedError):
         genuine.conclude("the report of rank 1", lambda _: 0)

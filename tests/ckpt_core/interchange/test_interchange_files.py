@@ -244,7 +244,7 @@ def test_dcp_gives_back_what_it_has_no_words_for(tmp_path: Path) -> None:
     for key in ("optimizer_states", "global_step", "callbacks", "rng", "lr_schedulers"):
         assert_same_state(found[key], state[key])
     asked = {"optimizer": {"state": {"0": {"m": torch.zeros(3, 5, dtype=torch.bfloat16)}}}}
-    dcp.load(asked, checkpoint_id=tmp_path / "file-dcp", no_dist=True)  # without this package, by DCP's names
+    dcp.load(asked, checkpoint_id=tmp_path / "file-dcp", no_dist=True)  # without this package, under DCP's names
     assert torch.equal(asked["optimizer"]["state"]["0"]["m"].view(torch.uint8), tensor.view(torch.uint8))
 
 
@@ -525,7 +525,7 @@ def test_types_that_safetensors_lacks_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(SerializationError, match="complex64") as caught:
         export_model(path, tmp_path / "b")
     assert caught.value.key == "c"
-    with pytest.raises(SerializationError, match="complex64\n  key: c\n") as caught:  # a part of a word is no name
+    with pytest.raises(SerializationError, match="complex64\n  key: c\n") as caught:  # a part of a word is not a name
         convert_to_accelerate(path, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -689,5 +689,5 @@ def test_tied_tensors_come_back_tied_from_dcp(tmp_path: Path) -> None:
     assert mine["mine"].data_ptr() == mine["too"].data_ptr() and torch.equal(mine["too"], alone)
     assert np.array_equal(model["arrays"][1]["again"], array) and torch.equal(model["m"]["list"][0], torch.ones(1))
     plain = {"model": {"m": {"same": torch.zeros(3)}, "z": torch.zeros(3)}}
-    dcp.load(plain, checkpoint_id=tmp_path / "dcp", no_dist=True)  # which knows of no ties, and finds each name
+    dcp.load(plain, checkpoint_id=tmp_path / "dcp", no_dist=True)  # it knows nothing of ties, and finds each name
     assert torch.equal(plain["model"]["m"]["same"], tied) and torch.equal(plain["model"]["z"], tied)

@@ -1,6 +1,6 @@
 """``torch.distributed.checkpoint`` on real gloo ranks, with a model that FSDP2 shards, and our checkpoints under it.
 
-One script saves at two ranks and loads at one and three; the tests look at what it has left.
+One script saves on two ranks and loads on one and three; the tests check the files that it leaves.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(folder: Path, fork_script: ScriptRunner) -> Path:
-    """The directory that the one run of the script has left; the first test starts it."""
+    """The directory that the only run of the script leaves; the first test starts it."""
     if not (folder / "expected.pt").exists():
         assert fork_script(SCRIPT, cwd=folder).stdout == "ok\n"
     return folder

@@ -1,4 +1,4 @@
-"""Loading into a model that is not quite the one that was saved."""
+"""Loading into a model that differs from the one that was saved."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_without_partial_it_is_all_or_nothing(
         load_into(path, model)
     assert says in str(refused.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    if not settings:  # names may differ without strict, shapes may not
+    if not settings:  # without strict, names may differ, but shapes may not
         assert load_into(path, model, strict=False).taken
     else:
         with pytest.raises(StateMismatchError):
@@ -149,7 +149,7 @@ def test_optimizer_state_whose_owner_is_uncertain_is_left(tmp_path: Path) -> Non
     report = load_into(path, model, optimizers=mine, partial=True)
     assert report.optimizer_taken == () and not mine.state
     assert report.optimizer_skipped == {"optimizer": "it is not certain which state belongs to which parameter"}
-    # with the names, it is certain
+    # with the parameters' names, it is certain
     named = torch.optim.Adam([{"params": list(old.b.named_parameters("b"))}])  # type: ignore[union-attr]
     named.step()
     path = saved(tmp_path, "file", old, named)

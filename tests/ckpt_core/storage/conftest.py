@@ -1,4 +1,4 @@
-"""The servers of the tests of this folder."""
+"""Fixtures: the servers that the tests of this folder use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a process: saves that nobody has waited for are there, and a forked process waits for nobody's."""
+"""The end of a process: saves that nobody waited for are committed, and a forked process waits for none of them."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_a_forked_process_does_not_wait() -> None:
 
 
 def test_threading_still_has_the_call() -> None:
-    """It is no public one; without it, what this file is about does not work."""
+    """It is not a public function; without it, what this file tests does not work."""
     assert callable(threading._register_atexit)  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ def as_json(capsys: Capture, *words: object) -> Any:
 
 
 def test_prune_says_why_each_stays_and_deletes_the_rest(run: Path, capsys: Capture) -> None:
-    flip_bit(run / "step=20" / "manifest.json", -1)  # what cannot be read is kept
+    flip_bit(run / "step=20" / "manifest.json", -1)  # a checkpoint that cannot be read is kept
     words = ("prune", run, "--keep", "latest=2", "--keep", "every_steps=25,at_steps=10")
     before = sorted(os.listdir(run))
     planned = as_json(capsys, *words, "--dry-run")
@@ -141,7 +141,7 @@ def test_cp_replaces_another_checkpoint_only_if_it_is_told(run: Path, tmp_path: 
 def test_what_was_done_before_the_target_refused_is_said(verb: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "there"
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
-        checkpointer.save(parts(7), target / "step=30", step=7)  # another one, in the way
+        checkpointer.save(parts(7), target / "step=30", step=7)  # another checkpoint, in the way
     assert main([verb, *(str(run / f"step={step}") for step in (10, 20, 30, 40)), str(target), "--json"]) == 1
     captured = capsys.readouterr()
     assert [entry["target"] for entry in json.loads(captured.out)] == [f"{target}/step=10", f"{target}/step=20"]
@@ -200,7 +200,7 @@ def test_from_one_store_to_another(
     for path, options in ((f"{first}/run", of_one), (f"{second}/copied", of_other), (f"{second}/synced", of_other)):
         verified = as_json(capsys, "verify", path, "--storage-options", options)
         assert {entry["state"] for entry in verified} == {"whole"}
-    # without them, the target is where the source is
+    # without options of its own, the target is where the source is
     as_json(capsys, "cp", f"{first}/run/step=10", f"{first}/again", "--storage-options", of_one)
     assert main(["verify", f"{first}/again", "--storage-options", of_one]) == 0
 
@@ -230,7 +230,7 @@ def test_sync_copies_what_is_missing_and_replaces_what_is_older(run: Path, tmp_p
     assert done["step=60"] == "copy" and done["last"] == "replace"
     assert as_json(capsys, "diff", run / "last", there / "last")["differ"] == {}
     assert listing(there) == listing(run)
-    # and not the other way
+    # but not in the other direction
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
         checkpointer.save(parts(70), there / "last", step=70)
     assert synced(capsys, run, there, code=1)["last"] == "keep"
@@ -243,13 +243,13 @@ def test_sync_of_what_is_damaged_copies_the_rest_and_deletes_nothing(
     there = tmp_path / "there"
     as_json(capsys, "cp", run / "step=10", run / "step=20", there)
     shutil.rmtree(run / "step=20")
-    flip_bit(run / "step=30" / "model.safetensors", -1)  # seen when it is compared
-    (run / "step=40" / "manifest.json").write_text("{")  # seen at once
+    flip_bit(run / "step=30" / "model.safetensors", -1)  # found when it is compared
+    (run / "step=40" / "manifest.json").write_text("{")  # found at once
     done = synced(capsys, run, there, "--delete", "--yes", code=1)
     assert (done["step=30"], done["step=40"], done["step=20"]) == ("FAILED", "keep", "keep")
     assert listing(there) == ["last", "step=10", "step=20", "step=50", "stock.ckpt"]
     assert main(["verify", str(there)]) == 0
-    # what is damaged at the target is mended from the source
+    # a damaged checkpoint at the target is replaced from the source
     (there / "step=10" / "manifest.json").write_text("{")
     shutil.rmtree(run / "step=30")
     shutil.rmtree(run / "step=40")
@@ -279,7 +279,7 @@ def test_sync_deletes_only_what_is_surely_not_wanted(run: Path, tmp_path: Path, 
         "step=20": "delete",
         "step=30": "delete",
         "step=80": "keep",  # newer than all of the source
-        "stock.ckpt": "keep",  # another program's
+        "stock.ckpt": "keep",  # of another program
     }
     assert listing(there) == ["last", "step=10", "step=40", "step=50", "step=80", "stock.ckpt"]
 

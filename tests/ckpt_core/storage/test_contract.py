@@ -1,4 +1,4 @@
-"""Every storage keeps the same promises, on every server that can be had on one machine."""
+"""Every storage keeps the same contract, on every server that can run on one machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MORE_SERVERS = ("ceph", "rclone", "ceph fsspec", "azurite fsspec")
     params=[
         *PLACES,
         *(pytest.param(name, marks=pytest.mark.extended) for name in MORE_SERVERS),
-        pytest.param("rclone fsspec", marks=pytest.mark.slow),  # a third server of S3 with that client
+        pytest.param("rclone fsspec", marks=pytest.mark.slow),  # a third S3 server with that client
     ]
 )
 def place_name(request: pytest.FixtureRequest) -> str:
@@ -69,7 +69,7 @@ class TestContract(StorageContract):
     @pytest.mark.parametrize("size", [3 * WINDOW, 3 * WINDOW + 5 * MIB + 4711], ids=["whole parts", "and a rest"])
     def test_a_large_file_from_several_threads(self, size: int, storage: Storage, root: str) -> None:
         path = f"{root}/large.ckpt"
-        # As the engine writes: windows, the last one shorter, then a tail that begins anywhere and is padded to blocks.
+        # As the engine writes: windows, the last one shorter, then a tail at any offset, padded to blocks.
         tail = 3 * 4096
         region = (size - tail) // 4096 * 4096
         buffer = StagingBuffer(region + tail + 8192)
@@ -141,7 +141,7 @@ class TestContract(StorageContract):
         self, place: Place, storage: Storage, root: str, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         if root.startswith("memory://"):
-            return  # dies with its process
+            return  # memory dies with its process
         path = f"{root}/a.ckpt"
         self.write(storage, path, b"old")
         script = """

@@ -1,4 +1,4 @@
-"""Credentials in ``storage_options`` and URLs show nowhere."""
+"""Credentials in ``storage_options`` and URLs are shown nowhere."""
 
 from __future__ import annotations
 

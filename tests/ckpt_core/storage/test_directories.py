@@ -36,7 +36,7 @@ def parts(value: float, size: int = 1000) -> list[Part]:
 
 
 def value_at(checkpointer: DirectoryCheckpointer, path: str) -> float:
-    """The number in a checkpoint, all of which is verified and of one save."""
+    """Return the number in a checkpoint, after checking that all of it verifies and is of one save."""
     with checkpointer.load(path) as checkpoint:
         checkpoint.verify()
         model = checkpoint.load("model")
@@ -73,7 +73,7 @@ def test_the_life_of_directories(strategy: Any, place: tuple[str, dict[str, Any]
             assert checkpoint.bytes_read < 2**20
             assert checkpoint.metadata == {"step": 1}
 
-        # Replaced: the old files go when the new manifest is there.
+        # Replaced: the old files are deleted once the new manifest is there.
         checkpointer.save(parts(2.0), path)
         checkpointer.copy(path, f"{root}/copy")
         checkpointer.wait()

@@ -1,4 +1,4 @@
-"""Whatever request of a save or a load of a directory fails, once or for good: the old one or the new, whole."""
+"""Whichever request of a save or load of a directory fails, once or for good: the old one or the new one, whole."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scene:
             "retry_config": {"max_retries": 2},
         }
         self.begin()
-        self.value_at(self.faulty)  # it has answered once
+        self.value_at(self.faulty)  # the store has answered once, without a fault
 
     def begin(self) -> None:
         """Leave nothing but the old checkpoint."""
@@ -52,7 +52,7 @@ class Scene:
             checkpointer.save(parts, self.path, metadata={"step": int(value)})
 
     def value_at(self, options: dict[str, Any]) -> float:
-        """The number in the checkpoint, all of which is of one save."""
+        """Return the number in the checkpoint, after checking that all of it is of one save."""
         with DirectoryCheckpointer(storage_options=options).load(self.path) as checkpoint:
             weights, step = checkpoint.load("model")["w"], float(checkpoint.load("step")["step"])
             assert bool((weights == step).all())
@@ -61,14 +61,14 @@ class Scene:
             return step
 
     def value(self) -> float:
-        """The number in the only thing that counts as a checkpoint, every byte of which is as it was saved."""
+        """Return the number in the only checkpoint that is found, after verifying every byte of it."""
         self.proxy.plan(None)
         found = Catalog(self.root, suffix="", storage_options=self.direct).verify()
         assert found == {self.path: None}
         return self.value_at(self.direct)
 
     def requests_of(self, action: Callable[[], object]) -> int:
-        """How many requests it takes at least; a connection that was closed meanwhile may cost another."""
+        """Return how many requests ``action`` takes at least; a connection closed meanwhile may cost another."""
         counts = []
         for _ in range(2):
             self.begin()
@@ -79,7 +79,7 @@ class Scene:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(FsspecStorage, "claim", lambda *_: None)  # whose requests come when they come
+    monkeypatch.setattr(FsspecStorage, "claim", lambda *_: None)  # its requests come at any moment
     stamina.set_testing(True, attempts=4, cap=True)
     yield
     stamina.set_testing(False)
@@ -123,7 +123,7 @@ def test_a_store_that_goes_away(scene: Scene, kind: str, caplog: pytest.LogCaptu
         if failure is not None:
             assert scene.path in str(failure)
         else:
-            # It is committed, and what was there before stays beside it.
+            # It is committed, and what was there before stays next to it.
             assert scene.value() == 2.0
             assert f"could not delete what was at {scene.path} before" in caplog.text
         outcomes.add(scene.value())

@@ -1,4 +1,4 @@
-"""Whatever request of a save, a load or a removal fails, once or for good: the old file or the new, whole."""
+"""Whichever request of a save, load or removal fails, once or for good: the old file or the new one, whole."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.slow
 ServerOf = Callable[[str], Server]
 OLD = {"w": tensor_of(torch.uint8, 100_000), "step": 1}
 NEW = {"w": tensor_of(torch.uint8, 11 * 2**20), "step": 2}  # three parts of the smallest size that S3 takes
-# Enough where a client pauses between attempts, whatever we say, and where the server has its own pace.
+# Enough kinds for a client that pauses between attempts, whatever its options, and for a server with its own pace.
 KINDS = {
     "moto": FAULTS,
     "moto fsspec": FAULTS,
     "ceph": ("503", "reset", "lost reply", "cut reply"),
     "ceph fsspec": ("503", "reset", "lost reply", "cut reply"),
     "azurite": ("500", "503", "reset", "lost reply"),
-    "rclone": ("lost reply",),  # unlike the others, it refuses to complete what is completed already
+    "rclone": ("lost reply",),  # unlike the others, it refuses to complete an upload that is completed already
 }
 
 
@@ -47,7 +47,7 @@ class Scene:
         self.direct = storage_for(self.root, dict(server.options))
         self.faulty = storage_for(self.root, options)
         self.save(OLD, self.direct)
-        self.load(self.faulty)  # it has answered once
+        self.load(self.faulty)  # the store has answered once, without a fault
 
     def save(self, state: Any, storage: Storage) -> None:
         Checkpointer(strategy="sync", storage=storage).save(state, self.path)
@@ -59,8 +59,8 @@ class Scene:
 @pytest.fixture(autouse=True)
 def _small_parts_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("ckpt_core.storage.uploads.PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(FsspecStorage, "abandoned_after_seconds", -1.0)  # whole seconds
-    monkeypatch.setattr(FsspecStorage, "claim", lambda *_: None)  # whose requests come when they come
+    monkeypatch.setattr(FsspecStorage, "abandoned_after_seconds", -1.0)  # a store's clock may count whole seconds
+    monkeypatch.setattr(FsspecStorage, "claim", lambda *_: None)  # its requests come at any moment
     stamina.set_testing(True, attempts=4, cap=True)
     yield
     stamina.set_testing(False)
@@ -80,7 +80,7 @@ def proxied_options(server: Server, proxy: FaultProxy, backend: str = "") -> dic
         name: value.replace(server.endpoint, proxy.endpoint) if isinstance(value, str) else value
         for name, value in server.options.items()
     }
-    # obstore's patience, which the tests do not have
+    # By default, obstore is more patient than the tests.
     options |= {"client_options": {"timeout": "2s"}, "retry_config": {"max_retries": 2}}
     if backend:
         options["backend"] = backend
@@ -93,7 +93,7 @@ def scene(scene_maker: Callable[[], Scene]) -> Scene:
 
 
 def requests_of(scene: Scene, action: Callable[[], object]) -> int:
-    """How many requests it takes at least; a connection that was closed meanwhile may cost another."""
+    """Return how many requests ``action`` takes at least; a connection closed meanwhile may cost another."""
     counts = []
     for _ in range(2):
         scene.proxy.plan(None)
@@ -115,10 +115,10 @@ def test_a_save_survives_any_request_failing_once(scene: Scene, request: pytest.
             scene.proxy.plan(HttpFault(kind, number))
             scene.save(NEW, scene.faulty)
             made = scene.proxy.requests
-            # On a busy machine the count itself may have one that was made again.
+            # On a busy machine, the count itself may include a request that was repeated.
             assert len(made) > min(count, len(set(made))), f"{kind} at request {number} was not noticed"
             assert_same_state(scene.load(scene.direct), NEW)
-            # When the reply to the first request is lost, nobody knows what to abort.
+            # When the reply to the first request is lost, the client does not know what to abort.
             left = unfinished_uploads(scene.root, scene.direct)
             assert list(scene.direct.remove_orphans(scene.root)) == [scene.path for _ in left]
             assert unfinished_uploads(scene.root, scene.direct) == []
@@ -156,14 +156,14 @@ def test_a_store_that_goes_away_during_a_save(scene: Scene, kind: str, request: 
 
 
 def is_commit(request: str, state: dict[str, Any]) -> bool:
-    """Whether a request makes the object: the completion of an upload, or the only request of a small one."""
+    """Return whether a request creates the object: the completion of an upload, or the only request of a small one."""
     method, _, rest = request.partition(" ")
     return (method == "POST" and "uploadId" in rest) or (state is OLD and method == "PUT")
 
 
 @contextlib.contextmanager
 def failing(proxy: FaultProxy, fault_of: Callable[[str], str | None]) -> Iterator[None]:
-    """Let each request meet the fault that ``fault_of`` says."""
+    """Let each request meet the fault that ``fault_of`` returns for it."""
     proxy.fault_of_next = fault_of  # type: ignore[method-assign]
     try:
         yield
@@ -348,7 +348,7 @@ def test_pauses_grow_and_are_random(server_of: ServerOf, caplog: pytest.LogCaptu
 
 
 def _heal_after(proxy: FaultProxy, count: int) -> Callable[[], int]:
-    """Let the proxy work again after ``count`` more requests; the result tells how many there were."""
+    """Let the proxy work again after ``count`` more requests; return a function that counts the requests."""
     inner = proxy.fault_of_next
     seen: list[str] = []
 

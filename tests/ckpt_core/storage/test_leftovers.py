@@ -1,4 +1,4 @@
-"""Files of directories that were never committed: deleted when they are old and ours, and nothing else is."""
+"""Files of directories that were never committed: deleted when old and written by this package; no other file is."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def names(storage: Any, root: str) -> list[str]:
 
 
 def put_models(storage: Any, root: str, tmp_path: Path) -> None:
-    """Put models beside the checkpoints, as other programs write them and as we export them."""
+    """Put models next to the checkpoints, as other programs write them and as this package exports them."""
     storage.put(f"{root}/hub/model-00001-of-00001.safetensors", safetensors_of(STATE, {"format": "pt", "save": "x"}))
     storage.put(f"{root}/hub/model.safetensors", b"no header at all")
     storage.put(f"{root}/broken/model.safetensors", b"\xff" * 8 + b'{"__metadata__":{"save":')

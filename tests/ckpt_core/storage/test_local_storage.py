@@ -151,7 +151,7 @@ def test_a_filesystem_that_refuses_a_direct_write_is_written_otherwise(
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(offset)
             raise OSError(22, "Invalid argument")
-        return real_write(descriptor, chunk[:5000], offset)  # and it writes less than it is asked for
+        return real_write(descriptor, chunk[:5000], offset)  # it also writes less than it is asked to
 
     monkeypatch.setattr(local_module.os, "pwrite", refuse)
     write_local(tmp_path / "a.ckpt", data)
@@ -293,7 +293,7 @@ def drop_from_cache(path: Path) -> None:
 
 
 def is_cached(path: Path, offset: int) -> bool:
-    """Ask without reading: a read that is not to wait lets the kernel read ahead."""
+    """Ask the kernel without reading: even a read that does not wait lets the kernel read ahead."""
     found = ctypes.create_string_buffer(1)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
         begin = ctypes.c_char.from_buffer(memory, offset)
@@ -305,11 +305,11 @@ def is_cached(path: Path, offset: int) -> bool:
 
 @pytest.fixture
 def large_file(tmp_path: Path) -> tuple[Path, bytes]:
-    """12 MiB and a bit, not in the page cache."""
+    """A file of a little more than 12 MiB that is not in the page cache."""
     data = os.urandom(12 * 2**20 + 100)
     path = tmp_path / "large"
     path.write_bytes(data)
-    for _ in range(20):  # the kernel may be at work on some of its pages
+    for _ in range(20):  # the kernel may be using some of its pages
         drop_from_cache(path)
         if not any(is_cached(path, at) for at in range(0, len(data) - 4096, 2**18)):
             return path, data
@@ -343,12 +343,12 @@ def test_aligned_reads_give_what_is_in_the_file(large_file: tuple[Path, bytes], 
 def test_a_large_aligned_read_leaves_nothing_in_the_page_cache(large_file: tuple[Path, bytes]) -> None:
     path, data = large_file
     memory = StagingBuffer(4 * 2**20)
-    at = 5 * 2**20  # between two of the places where the reader looks whether it is cached
+    at = 5 * 2**20  # between two of the places where the reader looks for cached pages
     with LocalStorage().open(str(path)) as reader:
         reader.read_into(4 * 2**20, memory.memory)
         assert memory.memory == data[4 * 2**20 : 8 * 2**20]
         assert not is_cached(path, at)
-        reader.read_into(at, memoryview(bytearray(2**20)))  # not aligned: the ordinary way
+        reader.read_into(at, memoryview(bytearray(2**20)))  # not aligned: read in the ordinary way
         assert is_cached(path, at)
     memory.close()
 
@@ -379,7 +379,7 @@ def test_of_a_file_of_another_user_a_read_that_does_not_wait_tells(
         assert flags == os.RWF_NOWAIT
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(local_reader, "_may_be_cached", lambda *_: True)  # what the kernel says of such a file
+    monkeypatch.setattr(local_reader, "_may_be_cached", lambda *_: True)  # as the kernel reports of such a file
     monkeypatch.setattr(local_reader.os, "preadv", preadv)
     with LocalStorage().open(str(path)) as reader:
         assert reader.passes_cache
@@ -441,7 +441,7 @@ def test_the_working_directory_is_not_deleted(tmp_path: Path, monkeypatch: pytes
             checkpointer.remove(path)
         assert "give the path of a checkpoint" in str(caught.value)
     assert sorted(os.listdir(tmp_path / "run")) == ["inside", "precious"]
-    os.rmdir(tmp_path / "run" / "inside")  # from here on, no relative path leads anywhere
+    os.rmdir(tmp_path / "run" / "inside")  # from here on, relative paths lead nowhere
     with DirectoryCheckpointer(strategy="sync") as directories:
         for _ in range(2):
             directories.save([Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)], tmp_path / "step", step=1)
@@ -495,7 +495,7 @@ def test_two_threads_that_meet_the_limits_of_direct_io_both_write_without_it(
         except OSError as error:
             refused.append(error.errno or 0)
             is_second = both_refused.wait(200.0) == 1
-            while is_second and writer._direct:  # the other one leaves direct I/O first
+            while is_second and writer._direct:  # the other thread leaves direct I/O first
                 os.sched_yield()
             raise
 
@@ -511,7 +511,7 @@ def test_two_threads_that_meet_the_limits_of_direct_io_both_write_without_it(
 
 
 class OneOfAUser(LocalStorage):
-    """Importable, so that it can be pickled."""
+    """A user's storage; importable, so that it can be pickled."""
 
 
 def test_a_copy_is_of_the_same_class_and_knows_no_directories_in_the_making(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who moves the bytes: obstore where it can, and fsspec's own client where it cannot, said once."""
+"""Which client moves the bytes: obstore where it can, and fsspec's own client where it cannot, logged once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytest.importorskip("obstore")
 
 
 def test_pauses_between_attempts_to_write_grow() -> None:
-    # A pause is chosen between the first one and so many times the last: the mean of the logarithm grows by log(base)-1.
+    # A pause is drawn between the first one and ``base`` times the last: its mean logarithm grows by log(base) - 1.
     assert math.log(obstore_client._WRITING["backoff"]["base"]) > 1
 
 
@@ -151,7 +151,7 @@ def test_without_obstore_fsspecs_client_does_it(fork_script: Any, server_of: Ser
 
 
 def test_a_fork_of_a_process_that_has_used_obstore(fork_script: Any, server_of: ServerOf) -> None:
-    """Its threads stayed behind: every request would hang."""
+    """The forked process has no threads of obstore: every request would hang."""
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
     script = f"""
@@ -219,7 +219,7 @@ def test_a_proxy_of_the_environment(server_of: ServerOf, monkeypatch: pytest.Mon
 def test_credentials_are_those_that_s3fs_finds(
     server_of: ServerOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = server_of("ceph")  # which looks at them
+    server = server_of("ceph")  # this server checks credentials
     path = f"{server.new_bucket()}/a"
     (tmp_path / "credentials").write_text(
         f"[run]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
@@ -311,7 +311,7 @@ def test_pieces_of_any_size(backend: str, size: int, server_of: ServerOf) -> Non
     path = f"{server.new_bucket()}/a"
     storage = storage_for(path, {**server.options, "backend": backend})
     for piece in (100_000, 3 * 2**20, 7 * 2**20):
-        memory = bytearray(piece)  # used for something else at once
+        memory = bytearray(piece)  # reused at once
         writer = storage.create(path, size)
         for begin in range(0, size, piece):
             part = CONTENT[begin : min(begin + piece, size)]
@@ -367,7 +367,7 @@ def test_a_read_that_fails_is_made_again_by_fsspecs_client(server_of: ServerOf, 
         write(storage, path, CONTENT[:1000])
         for kind in ("503", "reset", "cut reply", *FOREIGN):
             fetched.clear()
-            proxy.plan(HttpFault(kind, 2))  # the first asks for the size
+            proxy.plan(HttpFault(kind, 2))  # the first request asks for the size
             assert read(storage, path) == CONTENT[:1000]
             assert len(proxy.requests) >= 3
             assert bool(fetched) == (kind in FOREIGN), "what is not the store's answer, obstore does not ask for again"
@@ -391,7 +391,7 @@ def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: Se
             write(faulty, path, CONTENT[:size])
             return [request for request in proxy.requests if request.startswith("PUT")]
 
-        upload()  # the first takes more requests
+        upload()  # the first upload takes more requests
         proxy.plan(None)
         sent = upload()
         requests = list(proxy.requests)
@@ -409,7 +409,7 @@ def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: Se
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_an_answer_in_the_place_of_the_stores_is_no_answer(backend: str, size: int, server_of: ServerOf) -> None:
-    """A proxy that says 200 to everything gets no checkpoint declared saved that is not there."""
+    """When a proxy answers 200 in place of the store, no checkpoint counts as saved that is not there."""
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
     direct = storage_for(path, dict(server.options))
@@ -472,7 +472,7 @@ class Whole(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.server.asked.append(self.headers.get("Range"))  # type: ignore[attr-defined]
-            with contextlib.suppress(OSError):  # the client has seen enough
+            with contextlib.suppress(OSError):  # the client closes the connection once it has seen enough
                 self.wfile.write(CONTENT)
         self.close_connection = True
 
@@ -519,7 +519,7 @@ def test_a_checkpoint_is_read_as_it_was_saved(server_of: ServerOf, fetched: list
 
 
 def asked_by(protocol: str, filesystem: Any) -> list[str]:
-    """What obstore sends as authorization when it uses the credentials of ``filesystem``, to a server that refuses."""
+    """Return the authorization that obstore sends with the credentials of ``filesystem``, to a server that refuses."""
     seen: list[str] = []
 
     class Refuses(Whole):

@@ -1,4 +1,4 @@
-"""Uploads that dead processes left: found, told from those of living ones, and deleted."""
+"""Uploads that dead processes left: found, distinguished from those of living processes, and deleted."""
 
 from __future__ import annotations
 

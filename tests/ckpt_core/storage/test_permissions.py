@@ -1,4 +1,4 @@
-"""A checkpoint that was closed to others is closed to others after its next save."""
+"""A checkpoint whose permissions exclude others excludes them after its next save, too."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_link_to_the_newest_keeps_its_mode_and_leaves_that_of_the_newest(tmp_p
         checkpointer.save({"step": 1}, first)
         checkpointer.copy(first, last)
         assert last.samefile(first)
-        last.chmod(0o600)  # of both: they are one file
+        last.chmod(0o600)  # of both names: they are one file
         checkpointer.save({"step": 2}, second)
         checkpointer.copy(second, last)
         assert checkpointer.load(last) == checkpointer.load(second) == {"step": 2}

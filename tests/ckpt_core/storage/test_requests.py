@@ -1,4 +1,4 @@
-"""How many requests a store is asked when a file is loaded: each takes its time, however few bytes it is about."""
+"""How many requests the load of a file takes: each takes its time, however few bytes it is about."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def state_of(tensors: int, nbytes: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tensors", "nbytes", "expected"),
     [
-        (0, 0, 2),  # its size, its end
-        (1, 40 * MIB, 2 + 3),  # windows of 16 MiB
-        (100, 200_000, 2 + 3),  # of 8 MiB at the most
+        (0, 0, 2),  # for its size and its end
+        (1, 40 * MIB, 2 + 3),  # in windows of 16 MiB
+        (100, 200_000, 2 + 3),  # in reads of 8 MiB at the most
         (12, 3 * MIB, 2 + 6),
-        (1500, 10, 3 + 2),  # an end that is longer than what is read at first
+        (1500, 10, 3 + 2),  # its end is longer than the first read
     ],
 )
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
@@ -73,7 +73,7 @@ def test_damage_in_what_is_read_together(at: str, server_of: Callable[[str], Ser
     server = server_of("moto")
     path = f"{server.new_bucket()}/a.ckpt"
     options = dict(server.options)
-    state = state_of(30, 100_000)  # one request for all of them
+    state = state_of(30, 100_000)  # one request reads all of them
     with Checkpointer(strategy="sync", storage_options=options) as checkpointer:
         checkpointer.save(state, path)
     storage: Any = storage_for(path, options)
@@ -92,7 +92,7 @@ def test_damage_in_what_is_read_together(at: str, server_of: Callable[[str], Ser
 
 
 class InChunks(BaseHTTPRequestHandler):
-    """A server that does not know how long its answer is going to be."""
+    """A server that does not announce how long its answer is."""
 
     protocol_version = "HTTP/1.1"
 

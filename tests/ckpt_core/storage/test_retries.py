@@ -1,4 +1,4 @@
-"""What is worth another attempt, and how many."""
+"""Which errors are worth another attempt, and how many attempts there are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def caused(outer: Exception, inner: Exception) -> Exception:
 def aiohttp_payload_error() -> Exception:
     aiohttp = pytest.importorskip("aiohttp")
     http_exceptions = pytest.importorskip("aiohttp.http_exceptions")
-    # A reply that was cut off: aiohttp gives its own complaint the code 400
+    # A reply that was cut off: aiohttp gives its own error the code 400
     inner = http_exceptions.ContentLengthError("Not enough data to satisfy content length header")
     error: Exception = caused(aiohttp.ClientPayloadError("Response payload is not completed"), inner)
     return error
@@ -91,7 +91,7 @@ def described(error: Exception) -> CheckpointError:
 
 
 class Request:
-    """Fails as often as told."""
+    """Raises the given errors, one at each call, and then succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)

@@ -1,4 +1,4 @@
-"""S3 through TLS: what is uploaded is not hashed by the client once more, and plain connections are."""
+"""S3 through TLS: the client does not hash uploads once more, as it does on plain connections."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def certificate(path: Path) -> Path:
 
 
 def hashes_sent(server: Server, options: dict[str, Any]) -> set[str]:
-    """Save a checkpoint of two parts by s3fs, read it back, and return what the uploads told of their bytes."""
+    """Save a checkpoint of two parts by s3fs, load it, and return which hashes the uploads sent."""
     sent: list[tuple[str, str]] = []
     path = f"{server.new_bucket()}/a.ckpt"
     state = {"w": torch.randn(6 * 2**20)}

@@ -1,4 +1,4 @@
-"""What every storage must do; a third party's storage passes :class:`StorageContract` too."""
+"""The contract of every storage; a third party's storage passes :class:`StorageContract`, too."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class StorageContract:
 
 
 class TestStorages(StorageContract):
-    """Ours."""
+    """The contract, for the storages of this package."""
 
 
 def test_an_error_in_the_middle_of_a_save_publishes_nothing(
@@ -340,7 +340,7 @@ def test_local_urls_are_paths() -> None:
 
 
 class OddDates(MemoryFileSystem):
-    """A server whose dates Python does not read."""
+    """A server whose dates Python cannot parse."""
 
     protocol = "odddates"
 

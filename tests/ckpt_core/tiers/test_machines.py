@@ -1,4 +1,4 @@
-"""Memory served to other machines: to whom, and what. Whole runs are in ``tests/accelerate_ckpt/test_memory_tier.py``."""
+"""Memory served to other machines: to which, and what. Whole runs: in ``tests/accelerate_ckpt/test_memory_tier.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    """The port of a machine that has what is in ``there``."""
+    """The port of a server, as of another machine, with the memory in ``there``."""
     (tmp_path / "there" / "snapshots").mkdir(parents=True)
     server = MemoryServer(str(tmp_path / "there"), KEY, HOST, is_here=True)
     yield server.machine.port
@@ -31,7 +31,7 @@ def port(tmp_path: Path) -> Iterator[int]:
 
 
 def storage_of(tmp_path: Path, port: int, key: bytes = KEY) -> MachinesStorage:
-    """Return the memories of this machine, which has nothing, and of the other one."""
+    """Return a storage of the memories of this machine, which holds nothing, and of the other one."""
     return MachinesStorage(str(tmp_path), [Machine(HOST, 1), Machine(HOST, port)], 0, key)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots in memory: which one a start takes, how many there are, what they refuse, and when they go."""
+"""Snapshots in memory: which one a start resumes from, how many there are, what they refuse, when they are deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckpt_core.tiers import MemoryTier, runs_in_memory
 from tests.conftest import ScriptRunner
 from tests.support.interrupting import at_every_moment
 
-NUMBERS = 2**19  # float32: 2 MiB, whose pages are used again
+NUMBERS = 2**19  # float32: 2 MiB, whose pages are reused
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_start_takes_the_newer_of_memory_and_disk(tmp_path: Path) -> None:
     assert resumed(tmp_path) is None
     tier.begin()
     take(tier, 3)
-    assert resumed(tmp_path) == 3  # before the first checkpoint on the disk
+    assert resumed(tmp_path) == 3  # there is no checkpoint on the disk yet
     save(tmp_path, 4)
     assert resumed(tmp_path) == 4
     take(tier, 5)
@@ -154,7 +154,7 @@ def test_what_two_snapshots_share_is_not_written_over(tmp_path: Path) -> None:
     frozen, settings = torch.full((NUMBERS,), 7.0), tier.settings("sync")
     with DirectoryCheckpointer(slice_replicated=True, **settings) as snapshots:
         for step in range(1, 6):
-            # the first file that is large enough for pages of another one is begun when step 1 goes
+            # the first file that is large enough to reuse pages of another one is begun when step 1 is deleted
             state = {"frozen": frozen, "weight": torch.full((NUMBERS if step > 2 else 9,), float(step))}
             path = tier.next_path(step)
             assert path is not None
@@ -164,7 +164,7 @@ def test_what_two_snapshots_share_is_not_written_over(tmp_path: Path) -> None:
         verify(f"{tier.directory}/step={step}")
     shared = [name for name in os.listdir(f"{tier.directory}/step=5") if "frozen" in name]
     files = [os.stat(f"{tier.directory}/step=5/{name}") for name in os.listdir(f"{tier.directory}/step=5")]
-    assert shared or any(file.st_nlink > 1 for file in files)  # otherwise this shows nothing
+    assert shared or any(file.st_nlink > 1 for file in files)  # otherwise the test shows nothing
     tier.end()
 
 
@@ -179,7 +179,7 @@ def test_the_end_leaves_nothing_and_a_crash_everything(tmp_path: Path) -> None:
     take(again, 4)
     assert names(again) == ["step=3.ckpt", "step=4.ckpt"]
     assert tier_of(tmp_path).found() == again.directory
-    tier_of(tmp_path).end()  # of a rank that has begun nothing
+    tier_of(tmp_path).end()  # as a rank does that has begun nothing
     assert names(again) == ["step=3.ckpt", "step=4.ckpt"]
     again.end()
     assert os.listdir(tmp_path / "memory") == []
@@ -199,7 +199,7 @@ def test_a_directory_of_others_is_refused(tmp_path: Path, caplog: pytest.LogCapt
     take(tier, 3)
     tier.leave()
     home = tmp_path / "memory" / f"ckpt-{os.geteuid()}"
-    home.chmod(0o777)  # others could have put it there
+    home.chmod(0o777)  # others could have created it
     with pytest.raises(StorageError, match="belongs to others, or that they may write to"):
         tier.begin()
     assert resumed(tmp_path) is None
@@ -374,7 +374,7 @@ while True:
 
 
 def killed_at_random(fork_script: ScriptRunner, tmp_path: Path, strategy: str, times: int) -> None:
-    """Kill a process while it takes snapshots; each start finds a whole one that is newer than where it began."""
+    """Kill a process while it takes snapshots; each start finds a whole snapshot, newer than where it began."""
     step, chance = 0, random.Random(strategy)
     for _ in range(times):
         arguments = [tmp_path / "run", tmp_path / "memory", step, strategy, chance.random() / 10]
@@ -388,7 +388,7 @@ def killed_at_random(fork_script: ScriptRunner, tmp_path: Path, strategy: str, t
         assert torch.equal(found["weight"], torch.full((NUMBERS,), float(step)))
     tier = tier_of(tmp_path)
     tier.begin()
-    assert len(names(tier)) <= 2  # what was being written is gone
+    assert len(names(tier)) <= 2  # the snapshot that was being written is gone
     tier.end()
     assert os.listdir(tmp_path / "memory") == []
 
@@ -407,7 +407,7 @@ def test_a_run_that_is_killed_often_leaves_whole_snapshots(
 
 
 def test_a_run_that_begins_while_runs_are_cleaned_up_keeps_its_snapshots(tmp_path: Path) -> None:
-    """At whatever line of the one the other does all of its work."""
+    """At whatever line of one of the two, the other does all of its work."""
     run, root = tmp_path / "run", tmp_path / "memory"
 
     def clean_up() -> None:
@@ -424,7 +424,7 @@ def test_a_run_that_begins_while_runs_are_cleaned_up_keeps_its_snapshots(tmp_pat
         Path(tier.directory, "snapshot").touch()
 
     def begin_beside() -> None:
-        thread = threading.Thread(target=begin)  # which may have to wait for the lock
+        thread = threading.Thread(target=begin)  # it may have to wait for the lock
         thread.start()
         thread.join(0.02)
         threads.append(thread)

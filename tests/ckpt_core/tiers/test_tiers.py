@@ -1,4 +1,4 @@
-"""Two tiers: committed on a local disk, uploaded in the background; which copy is read; what failures cost."""
+"""Two tiers: commits on a local disk, uploads in the background; which copy is read; what failures cost."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Layout:
 
 
 class Setting:
-    """A local directory and a store in memory that misbehaves as it is told."""
+    """A local directory, and a store in memory with the faults that a test chooses."""
 
     def __init__(self, layout: Layout, folder: Path) -> None:
         self.layout = layout
@@ -99,7 +99,7 @@ class Setting:
         return f"{self.remote}/{name}{self.layout.ending}"
 
     def names_there(self) -> list[str]:
-        """Committed uploads, as one sees them who knows nothing of tiers."""
+        """Return the committed uploads, as a program sees them that knows nothing of tiers."""
         found = Catalog(self.remote, suffix=self.layout.ending).checkpoints()
         return sorted(os.path.basename(info.path).removesuffix(".ckpt") for info in found)
 
@@ -112,11 +112,11 @@ class Setting:
         return self.layout.value(self.layout.checkpointer(), self.there(name))
 
     def is_uploading(self, name: Any) -> bool:
-        """Whether the thread that uploads has come to the first bytes of a checkpoint, at which a store may hang."""
+        """Return whether the uploading thread has reached the first bytes of a checkpoint, where a store may hang."""
         return any(map(writes_of(str(name)), self.storage.operations))
 
     def uploaded(self) -> list[str]:
-        """What was uploaded, in order."""
+        """Return the names of the uploads, in order."""
         paths = [event.path for event in self.events if isinstance(event, CheckpointUploaded)]
         return [os.path.basename(path).removesuffix(".ckpt") for path in paths]
 
@@ -134,7 +134,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def writes_of(name: str) -> Callable[[Operation], bool]:
-    """The first bytes of an upload."""
+    """Return a condition for the writes of an upload."""
     return lambda operation: operation.name == "write_at" and f"/run/{name}" in operation.path
 
 
@@ -208,7 +208,7 @@ def test_a_store_that_hangs_holds_up_no_save(setting: Setting, gate: threading.E
     run = setting.run(strategy=strategy)
     for step in range(3):
         setting.layout.save(run, setting.here(step), step)
-    run.wait()  # which is about the local tier
+    run.wait()  # this waits for the local tier only
     assert setting.names_here() == ["0", "1", "2"]
     assert setting.names_there() == []
     assert run.is_busy
@@ -231,7 +231,7 @@ def test_at_the_end_the_newest_is_uploaded_next(setting: Setting, gate: threadin
         setting.layout.save(run, setting.here(step), step)
     run.remove(setting.here(1))
     run.wait()
-    until(lambda: setting.is_uploading(0))  # which need not be soon, and until then the order may change
+    until(lambda: setting.is_uploading(0))  # this may take a while, and until then the order may change
     closing = threading.Thread(target=run.close)
     closing.start()
     until(lambda: run._uploader.queue.pending[1] == setting.here(3))
@@ -329,7 +329,7 @@ def test_a_failed_upload_is_counted_and_made_up_for(setting: Setting, caplog: py
         assert setting.names_here() == ["0"]
         assert setting.names_there() == []
         setting.layout.save(run, setting.here(1), 1)
-        until(lambda: setting.names_there() == ["0", "1"])  # at its end, a run begins with the newest
+        until(lambda: setting.names_there() == ["0", "1"])  # when it ends, a run begins with the newest upload
     assert setting.uploaded() == ["0", "1"], "the failed one is tried again first"
     assert [setting.value_there(step) for step in range(2)] == [0, 1]
     failed = [event for event in setting.events if isinstance(event, UploadFailed)]
@@ -435,7 +435,7 @@ def test_a_directory_replaced_during_its_upload_is_never_mixed(tmp_path: Path, g
     class Watched(FaultyStorage):
         def publish_directory(self, path: str, *arguments: Any, **settings: Any) -> None:
             super().publish_directory(path, *arguments, **settings)
-            mixed.append(setting.value_there("last"))  # verifies
+            mixed.append(setting.value_there("last"))  # this verifies it
 
     second_file = Fault(lambda operation: operation.name == "create" and ".digests" in operation.path, until=gate)
     setting.storage = Watched(storage_for(setting.remote), [second_file])
@@ -484,7 +484,7 @@ def test_a_file_replaced_during_its_upload_is_not_taken_for_what_it_was(tmp_path
     with setting.run(storage=ReplacedOnceSeen()) as run:
         setting.layout.save(run, setting.here("last"), 1)
         until(replaced.is_set)
-        run.upload(setting.here("copy"))  # what "last" was
+        run.upload(setting.here("copy"))  # the old content of "last"
         run.upload(setting.here("last"))
     assert setting.value_there("copy") == 1
     assert setting.value_there("last") == 2
@@ -542,7 +542,7 @@ def test_what_is_removed_before_its_turn_is_not_uploaded(setting: Setting, gate:
             setting.layout.save(run, setting.here(step), step)
             run.remove(setting.here(step - 1))
         run.wait()
-        until(lambda: setting.names_here() == ["0", "3"])  # the first is being read
+        until(lambda: setting.names_here() == ["0", "3"])  # 0 is being read
         gate.set()
     assert setting.uploaded() == ["0", "3"]
     assert setting.names_here() == ["3"]
@@ -663,7 +663,7 @@ def test_the_upload_of_an_earlier_save_does_not_take_its_place(setting: Setting)
 
 def test_a_machine_with_an_empty_disk_goes_on(setting: Setting) -> None:
     with setting.run() as run:
-        for step in (10, 9, 11):  # in another order than that of the names
+        for step in (10, 9, 11):  # not in the order of the names
             setting.layout.save(run, setting.here(step), step)
     shutil.rmtree(setting.local)
     for root in (setting.local, setting.remote):
@@ -687,7 +687,7 @@ def test_a_late_upload_is_no_newer_checkpoint(setting: Setting) -> None:
     plain = Setting(setting.layout, Path(setting.local))
     plain.local, plain.remote, plain.storage = setting.local, setting.remote, storage_for(setting.remote)  # type: ignore[assignment]
     time.sleep(0.05)
-    with plain.run() as run:  # the next process
+    with plain.run() as run:  # as the next process
         setting.layout.save(run, setting.here(1), 1)
     assert plain.uploaded() == ["1", "0"], "what is new goes first"
     shutil.rmtree(setting.local)

@@ -1,4 +1,4 @@
-"""A process is killed while it uploads to a real S3 server: what is there, and what the next one does."""
+"""A process is killed while it uploads to a real S3 server: what the store holds, and what the next process does."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_next_process_finishes_the_upload(
     assert newest.path == f"{local}/1{ending}"
 
     monkeypatch.setattr(FsspecStorage, "abandoned_after_seconds", -1.0)  # instead of waiting for an hour
-    # With that, it would take our own uploads for orphans.
+    # With it, the test's own uploads would be taken for orphans.
     monkeypatch.setattr(FsspecStorage, "remove_abandoned", lambda *_: [])
     if goes_on == "loading":
         assert unfinished_uploads(remote, store)
