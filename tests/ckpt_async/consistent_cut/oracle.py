@@ -1,4 +1,4 @@
-"""Who judges a checkpoint: ledgers inside the model's state, never the protocol's own counters.
+"""Judges a checkpoint by ledgers inside the model's state, never by the protocol's own counters.
 
 Each block of parameters keeps the list of updates that were applied to it, written by the update itself. An update also
 remembers what was in the ledgers of everything it was computed from.
@@ -32,7 +32,7 @@ class Violation(NamedTuple):
 
 
 def touched_blocks(stream: int, seq: int, blocks: int, sparse: bool) -> frozenset[int]:
-    """Which blocks the update of a batch changes; a property of the batch."""
+    """Return which blocks the update of a batch changes; this depends on the batch alone."""
     if not sparse:
         return frozenset(range(blocks))
     dice = random.Random(f"{stream}/{seq}")
@@ -57,7 +57,7 @@ class Oracle:
     seen: dict[Applied, list[Seen]] = field(default_factory=dict)
 
     def judge(self, positions: Mapping[int, int], ledgers: Mapping[int, Sequence[Applied]]) -> list[Violation]:
-        """What is wrong with this checkpoint.
+        """Return what is wrong with a checkpoint.
 
         Args:
             positions: How many batches of each stream the workers have consumed, by their own saved cursors.
@@ -96,7 +96,7 @@ class Oracle:
         return [Violation("torn", f"from two gradients: {torn}")] if torn and self.one_gradient else []
 
     def _orphans(self, ledgers: Mapping[int, Sequence[Applied]]) -> list[Violation]:
-        """Saved updates that were computed from something that is not saved."""
+        """Return the saved updates that were computed from something that is not saved."""
         saved = {entry for ledger in ledgers.values() for entry in ledger}
         beginning: dict[int, int] = {}
         orphans = []

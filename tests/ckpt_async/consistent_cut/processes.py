@@ -1,4 +1,4 @@
-"""The processes of a simulated training: what they do is real, the network, the disk and the time are the world's."""
+"""The processes of a simulated training: their state machines are real, and network, disk and time are the world's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plan:
     shards: int = 2
     streams: int = 4
     blocks: int = 4
-    updates: int = 10  # of each stream
+    updates: int = 10  # number of updates of each stream
     sparse: bool = False
     snapshot_every: float = 12.0
     duplicated: float = 0.1
@@ -57,7 +57,7 @@ class Plan:
     staleness: int | None = None
     frozen: tuple[float, float] | None = None  # worker 0 does nothing between these times
     time_limit: float = TIME_LIMIT
-    aborts_are_wrong: bool = False  # but for lost workers, the plan has no reason to abort
+    aborts_are_wrong: bool = False  # apart from lost workers, the plan has no reason to abort
     ack_before_durable: bool = False
     worker_class: type[CutWorker] = CutWorker
     shard_class: type[CutShard] = CutShard
@@ -83,7 +83,7 @@ class Blocks:
                 self.ledgers[block].append(entry)
 
     def read(self) -> Mapping[int, Any]:
-        """What a pull returns beside the ledgers."""
+        """Return what a pull returns in addition to the ledgers."""
         return {}
 
     def copy(self) -> Blocks:
@@ -99,7 +99,7 @@ class View(NamedTuple):
 
 
 class Process:
-    """Something with a state machine that can be killed."""
+    """A process with a state machine, which can be killed."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -146,7 +146,7 @@ class Process:
         self.later(self.world.dice.uniform(0.1, 8), durable)
 
     def receive(self, message: Any) -> None:
-        """A message has come over the network."""
+        """Handle a message from the network."""
         try:
             self.handle(message)
         except StaleGenerationError as error:
@@ -228,11 +228,11 @@ class WorkerProcess(Process):
         return None
 
     def capture(self) -> Any:
-        """The worker's own state: here, its cursors."""
+        """Return the worker's own state: here, its cursors."""
         return dict(self.cursor)
 
     def compute(self, stream: int, seq: int, parameters: Mapping[int, Any]) -> Mapping[int, Any]:
-        """The gradient of a batch."""
+        """Return the gradient of a batch."""
         return {}
 
     def reply(self, request: int, shard: str, view: View) -> None:

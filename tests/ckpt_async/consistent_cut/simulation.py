@@ -1,7 +1,7 @@
 """A whole asynchronous training in one thread: workers, shards, a coordinator, a bad network, a slow disk, and crashes.
 
-Everything random comes from one seed. Messages are delayed without any order, duplicated, and lost: pushes and pulls
-are sent again with the header they had, the rest may be lost for good.
+Everything random comes from one seed. Messages arrive late and in any order, twice, or not at all: pushes and pulls
+are sent again with the header they had, others may be lost for good.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SENT_AGAIN = ("Hello", "Welcome", "Takeover", "Position")
 
 
 class World:
-    """The machine room.
+    """The simulated machines, network, disk and time of a training.
 
     Args:
-        plan: What happens in it.
-        seed: Decides everything that is left to chance.
+        plan: What happens in the simulation.
+        seed: Decides everything that is random.
     """
 
     state_class = Blocks
@@ -75,7 +75,7 @@ class World:
             self.later(delay + retry, action)
 
     def send(self, to: str, message: Any) -> None:
-        """Whoever has that name when the message arrives gets it."""
+        """Send a message to whichever process has that name when it arrives."""
         if not isinstance(message, tuple):
             message = decode_message(encode_message(message))
         may_vanish = not isinstance(message, tuple) and type(message).__name__ not in SENT_AGAIN
@@ -97,7 +97,7 @@ class World:
     # Life and death
 
     def start(self) -> None:
-        """All processes, from the newest checkpoint."""
+        """Start all processes, from the newest checkpoint."""
         plan = self.plan
         if plan.elastic and self.generation:
             workers, shards = self.dice.choice([1, 2, 3]), self.dice.choice([1, 2, 3])
@@ -148,7 +148,7 @@ class World:
         self.incarnation += 1
         incarnation = self.incarnation
         coordinator = self.processes[COORDINATOR]
-        if self.dice.random() < 0.5:  # or the coordinator learns of it when the new one says hello
+        if self.dice.random() < 0.5:  # otherwise, the coordinator learns of it when the new worker says hello
             self.later(
                 self.dice.uniform(0, 12), lambda: coordinator.perform(coordinator.machine.member_lost(name, known))
             )
@@ -194,7 +194,7 @@ class World:
         return self.oracle.judge(*self.content(manifest))
 
     def content(self, manifest: CommitCut) -> tuple[dict[int, int], dict[int, Ledger]]:
-        """Cursors and ledgers as they are loaded."""
+        """Return cursors and ledgers as they are loaded from a checkpoint."""
         positions: dict[int, int] = {}
         for file in manifest.worker_reports.values():
             positions.update(self.files[file].state if file in self.files else {})
@@ -242,7 +242,7 @@ class World:
         return self.conclude()
 
     def check_progress(self) -> None:
-        """A frozen worker holds up nobody else."""
+        """Check that a frozen worker holds up no other worker."""
         for process in self.processes.values():
             if isinstance(process, WorkerProcess) and process.name != "worker-0":
                 behind = {stream: seq for stream, seq in process.cursor.items() if seq < self.plan.updates}
@@ -255,7 +255,7 @@ class World:
         return len(cursors) == self.plan.streams and set(cursors.values()) == {self.plan.updates}
 
     def is_saved(self, finished_at: float) -> bool:
-        """Whether a checkpoint of the end exists, and all messages have had time to arrive."""
+        """Return whether a checkpoint of the end exists, and all messages have had time to arrive."""
         newest = self.manifests[-1] if self.manifests else None
         return (
             newest is not None

@@ -1,4 +1,4 @@
-"""The coordinator one message at a time."""
+"""The coordinator, one message at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Each rule is needed: without it, the oracle finds something wrong, and with it, on the same seeds, nothing.
 
-The kinds say who noticed. ``ledger``, ``orphan``, ``durability``: a bad checkpoint was committed. ``liveness``:
+The kinds tell what noticed it. ``ledger``, ``orphan``, ``durability``: a bad checkpoint was committed. ``liveness``:
 snapshots were aborted for no reason from outside, which is how the commit's checks show when a rule is broken below
 them.
 """
@@ -29,7 +29,7 @@ REJOIN = CutOptions(on_worker_failure="rejoin", snapshot_timeout=500.0)
 
 
 class Unchecked(SnapshotCoordinator):
-    """Commits whatever comes: all that the rules below the check do on their own is visible."""
+    """Commits whatever comes, so that what the rules below the check do on their own is visible."""
 
     def _verify(self, snapshot: Any) -> VectorClock:
         vector = VectorClock()
@@ -45,7 +45,7 @@ class NoIdOnReplies(CutShard):
 
 
 class UsesPullBeforeCut(CutWorker):
-    """Has the id on replies and does not act on it before using them."""
+    """Gets the id on replies, and does not act on it before using them."""
 
     def _note_pull(self, shard: str, header: PullHeader) -> None:
         observed = self._observed
@@ -54,7 +54,7 @@ class UsesPullBeforeCut(CutWorker):
 
 
 class CutsWithoutStamping(CutWorker):
-    """Sends its markers but stamps later pushes as if it had not."""
+    """Sends its markers, but stamps later pushes as if it had not."""
 
     def next_update(self, stream: int, shards: Any = None) -> dict[str, PushHeader]:
         headers = super().next_update(stream, shards)
@@ -72,7 +72,7 @@ class ProcessesBeforeCopy(CutShard):
 
 
 class Hasty(CutShard):
-    """Hands its copy over when the markers are there, whatever is under way."""
+    """Hands its copy over once the markers are there, whatever is still under way."""
 
     def _is_complete(self, snapshot: Any) -> bool:
         return len(snapshot.cut) == len(self._applied)
@@ -125,7 +125,7 @@ class NoDeduplication(CutShard):
 
 
 class NoOrder(CutShard):
-    """Takes pieces as they come and drops what is older than the newest."""
+    """Takes pieces in the order in which they arrive, and drops those that are older than the newest."""
 
     def on_push(self, header: PushHeader, payload: Any, now: float) -> list[Effect]:
         self._taken[header.update.stream] = max(self._taken[header.update.stream], header.piece - 1)
@@ -222,7 +222,7 @@ class NoTimeout(CutShard):
 
 
 class NoFlowControl(CutWorker):
-    """Issues without limit, and rejoins as if there were one."""
+    """Issues updates without limit, and rejoins as if there were one."""
 
     def may_push(self, stream: int) -> bool:
         return self.can_train
@@ -309,7 +309,7 @@ MUTATIONS = [
 
 
 def kinds_of(plan: Plan, seeds: range, until: set[str]) -> Counter[str]:
-    """Which violations are found, until all of those are."""
+    """Return which kinds of violations are found, in how many runs; stop once all of ``until`` are found."""
     found: Counter[str] = Counter()
     for seed in seeds:
         found.update(World(plan, seed).run().kinds)

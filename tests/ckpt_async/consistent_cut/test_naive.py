@@ -1,4 +1,4 @@
-"""The schemes that people use instead are found out by the same oracle in the same simulation."""
+"""Simpler schemes, which are used in place of consistent cuts, fail by the same oracle in the same simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ckpt_async.consistent_cut.test_mutations import Unchecked
 
 
 class SavesAtOnce(CutShard):
-    """Saves when it is told to; no markers, nothing from the network."""
+    """Saves as soon as it is told to: no markers, and nothing of what the network holds."""
 
     def _observe(self, tag: MessageTag, now: float) -> list[Effect]:
         return []
@@ -54,7 +54,7 @@ def test_one_trigger_and_everybody_saves_is_inconsistent() -> None:
 
 
 class Timers(World):
-    """Every process saves by its own timer; what would be restored now is judged from time to time."""
+    """Every process saves by its own timer; from time to time, what would be restored at that moment is judged."""
 
     interval = 25.0
 
@@ -80,7 +80,7 @@ class Timers(World):
 
     def look(self) -> None:
         if self.is_trained():
-            return  # nothing changes any more
+            return  # the state does not change any more
         positions = {stream: n for cursors in self.saved_positions.values() for stream, n in cursors.items()}
         ledgers = {block: ledger for blocks in self.saved_ledgers.values() for block, ledger in blocks.items()}
         self.verdicts.append({violation.kind for violation in self.oracle.judge(positions, ledgers)})

@@ -1,4 +1,4 @@
-"""Replaying the recorded order of a run with real tensors and optimizers gives every checkpoint again, bit for bit."""
+"""Replaying the recorded order of a run with real tensors and optimizers reproduces every checkpoint, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = CutOptions(record_order=True, snapshot_timeout=80.0)
 
 
 class TorchBlocks(Blocks):
-    """A parameter and an Adam for each block."""
+    """The state of a shard: a parameter and an Adam optimizer for each block."""
 
     def __init__(self, plan: Plan, ledgers: Any) -> None:
         super().__init__(plan, ledgers)
@@ -53,7 +53,7 @@ class TorchBlocks(Blocks):
 
 
 def gradient(generator: torch.Generator, parameters: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Depends on all parameters and on the stream's generator."""
+    """Return a gradient that depends on all parameters and on the stream's generator."""
     weights = torch.cat([parameters[block] for block in sorted(parameters)]).requires_grad_(True)
     inputs = torch.randn(3, len(weights), generator=generator)
     ((inputs @ torch.tanh(weights) - 1) ** 2).mean().backward()
@@ -62,7 +62,7 @@ def gradient(generator: torch.Generator, parameters: Mapping[int, torch.Tensor])
 
 
 class TorchLocal(dict[int, int]):
-    """Cursors, and the states of the streams' generators beside them."""
+    """Cursors, with the states of the streams' generators."""
 
     def __init__(self, cursor: dict[int, int], generators: dict[int, torch.Tensor]) -> None:
         super().__init__(cursor)
@@ -97,7 +97,7 @@ def pulled_and_generators(world: World, manifest: CommitCut) -> tuple[dict[Updat
 
 
 def replay(plan: Plan, world: World, manifest: CommitCut) -> tuple[dict[str, TorchBlocks], dict[int, torch.Generator]]:
-    """The shards' states and the streams' generators after the recorded steps, from nothing."""
+    """Return the shards' states and the streams' generators after the recorded steps, from scratch."""
     orders = {shard: world.files[file].order for shard, file in manifest.shard_reports.items()}
     pulled, _ = pulled_and_generators(world, manifest)
     states = {shard: TorchBlocks(plan, {block: [] for block in world.layout[shard]}) for shard in orders}

@@ -59,7 +59,7 @@ def test_every_checkpoint_is_consistent(situation: str, options: str) -> None:
         refused=sum(world.refused for world in worlds),
         restarts=sum(world.restarts for world in worlds),
     )
-    # The simulation would show nothing if the interesting things did not happen in it.
+    # The simulation would show nothing if these events did not happen in it.
     assert seen["commits"] >= 3 * SEEDS and seen["before_end"] >= SEEDS
     assert seen["held" if options == "aligned, patient" else "folded"] > 0
     assert (seen["held"] > 0) == options.startswith("aligned")

@@ -1,4 +1,4 @@
-"""A shard and a worker one message at a time."""
+"""A shard and a worker, one message at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tag(snapshot_id: int, generation: int = 0) -> MessageTag:
 
 
 class Log:
-    """A state that is the list of what was applied to it."""
+    """A state that is the list of the updates that were applied to it."""
 
     def __init__(self, applied: list[Any] | None = None) -> None:
         self.applied = applied or []

@@ -1,4 +1,4 @@
-"""DiLoCo in one process: what is saved where, and what another number of workers is refused."""
+"""DiLoCo in one process: what is saved where, and what is refused to another number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of Hogwild: everybody between two steps while the model is saved, and nobody waits for the dead."""
+"""The gate of Hogwild: all workers are between two steps while the model is saved, and none waits for the dead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_async.local_updates import StepGate, step_gate
 from ckpt_core.errors import CheckpointError
 from tests.conftest import ScriptRunner
 
-# A shared pair of tensors that a step makes equal again: unequal is what a snapshot in the middle of a step would see.
+# Two shared tensors that are equal between steps: a snapshot in the middle of a step would see them unequal.
 PREAMBLE = """
 import contextlib, json, os, signal, sys, time, torch
 import torch.multiprocessing as mp
@@ -259,7 +259,7 @@ def test_a_worker_cannot_close_the_gate_on_itself() -> None:
 
 
 def test_who_saves_next_finds_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of a snapshot is deleted before the next one can begin, so that its answers stay."""
+    """What a snapshot leaves is deleted before the next one can begin, so that the next one's answers stay."""
     left = []
     unlock = step_gate._Shared.unlock
 
@@ -291,7 +291,7 @@ def test_two_threads_that_use_a_gate_first_have_one_file(monkeypatch: pytest.Mon
     class Slow(step_gate._Shared):
         def __init__(self, path: Any) -> None:
             made.append(path)
-            second.wait(0.5 if len(made) == 1 else 0)  # where nothing keeps the other thread out, it comes
+            second.wait(0.5 if len(made) == 1 else 0)  # if nothing keeps the other thread out, it gets here
             second.set()
             super().__init__(path)
 

@@ -1,4 +1,4 @@
-"""torchft's DiLoCo, whole and in fragments: killed, and gone on with bit for bit."""
+"""torchft's DiLoCo, whole and in fragments: killed, and continued bit for bit."""
 
 from __future__ import annotations
 

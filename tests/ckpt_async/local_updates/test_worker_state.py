@@ -1,4 +1,4 @@
-"""Places in the data: each batch once, whatever number of workers resumes."""
+"""Positions in the data: each batch is read once, whatever number of workers resumes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_windows_are_as_many_as_the_slowest_worker_needs() -> None:
     states = [cursor.state_dict() for cursor in everybody]
     for cursor in (again := cursors(2)):
         cursor.load_state_dicts(states)
-    assert {cursor.windows(10) for cursor in again} == {2}  # of 33 batches that are left, 15 and 18
+    assert {cursor.windows(10) for cursor in again} == {2}  # of the 33 batches that are left, 15 and 18
     with pytest.raises(ValueError, match="batches="):
         StreamCursor(2).windows(10)
 

@@ -111,7 +111,7 @@ def replica(
         found["step"] = manager.current_step()
     Path(f"{root}-{rank}.json").write_text(json.dumps(found))
     manager.shutdown(wait=False)
-    os._exit(0)  # threads of torchft's may wait for a lighthouse
+    os._exit(0)  # threads of torchft may wait for a lighthouse
 
 
 def main() -> None:

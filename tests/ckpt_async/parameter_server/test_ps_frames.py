@@ -1,4 +1,4 @@
-"""Frames: what goes over the wire comes back as it was, and rubbish is refused."""
+"""Frames: what is sent over the wire is received as it was, and rubbish is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on disk: a cut that an earlier version wrote is read, and the same state is written with the same bytes."""
+"""Cuts on disk: one that an earlier version wrote is read, and the same state is written with the same bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_cut(root: Path) -> Path:
         state = state_of(shard)
         optimizer = state.state_dict()
         for group in optimizer["groups"]:
-            group["options"] = {"lr": 0.5, "momentum": 0.5}  # the others depend on torch's version
+            group["options"] = {"lr": 0.5, "momentum": 0.5}  # the other options depend on torch's version
         own = {"blocks": TABLE.describe(), "optimizer": optimizer, "recorded": recorded(), "order": []}
         said.append((state.parameters, {"name": shard, "cut": CUT.vector.to_pairs(), **own}))
     for stream, worker in enumerate(WORKERS):
@@ -65,7 +65,7 @@ def write_cut(root: Path) -> Path:
 def contents(path: Path) -> dict[str, object]:
     found: dict[str, object] = {file: (path / file).read_bytes() for file in sorted(os.listdir(path))}
     manifest = json.loads(found.pop("manifest.json"))  # type: ignore[arg-type]
-    del manifest["committed"], manifest["check"]  # when it was, and the digest of the manifest
+    del manifest["committed"], manifest["check"]  # the commit time, and the digest of the manifest
     return {**found, "manifest": manifest}
 
 
@@ -87,7 +87,7 @@ def test_a_cut_of_an_earlier_version_is_read() -> None:
         assert checkpoint.worker("w1")["objects"] == {"scaler": {"scale": 8.0}}  # type: ignore[index]
         all_blocks = TABLE.divide({name: torch.zeros_like(value) for name, value in PARAMETERS.items()})
         state = ServerState(all_blocks, lambda named: torch.optim.SGD(named, lr=0.5, momentum=0.5))
-        checkpoint.load_into(state, TABLE)  # a single shard of what two have saved
+        checkpoint.load_into(state, TABLE)  # a single shard loads what two have saved
     found = {name: parameter.detach() for name, parameter in state.parameters.items()}
     expected = TABLE.divide({name: value - 0.5 for name, value in PARAMETERS.items()})
     # Both shards have kept the recorded piece: two steps with a momentum that was 1.

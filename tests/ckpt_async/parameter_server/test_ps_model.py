@@ -1,4 +1,4 @@
-"""Buffers and tied parameters of a model that is given as such: saved, restored, and in its plain state dict."""
+"""Buffers and tied parameters of a model that is passed as a module: saved, restored, and in its plain state dict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 200.0
 
 
 class Tied(nn.Module):
-    """A layer whose weight has two names, and statistics."""
+    """A model with a weight that has two names, and with statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Tied(nn.Module):
 
 
 def train(root: Path, workers: list[str], batches: int) -> dict[str, Tied]:
-    """Train to the end; returns the workers' models, as they are when the training is over."""
+    """Train to the end; return the workers' models as they are then."""
     transport = SocketTransport(COORDINATOR)
     coordinator = TrainingCoordinator(transport, root, streams=2, shards=["s0"], workers=workers, every=3600.0)
     models, begin = {name: Tied() for name in workers}, threading.Barrier(len(workers))
@@ -79,6 +79,6 @@ def test_the_state_dict_has_the_buffers_and_all_names(tmp_path: Path) -> None:
 def test_each_worker_gets_its_buffers_back_and_a_new_one_their_means(tmp_path: Path) -> None:
     first = train(tmp_path, ["w0", "w1"], 3)
     means = [first[name].norm.running_mean for name in ("w0", "w1")]
-    again = train(tmp_path, ["w1", "w2"], 3)  # which have no batch left
+    again = train(tmp_path, ["w1", "w2"], 3)  # no batch is left for them
     assert torch.equal(again["w1"].norm.running_mean, means[1])
     assert torch.equal(again["w2"].norm.running_mean, torch.stack(means).mean(dim=0))

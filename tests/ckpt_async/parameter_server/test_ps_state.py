@@ -57,12 +57,12 @@ def test_a_copy_stays_and_takes_what_was_under_way(make: MakeOptimizer) -> None:
     shadow = live.copy()
     before = contents(twin)
     assert live.copy_a_block()
-    live.apply(UPDATE, gradients(3, "bias"))  # from after the cut
+    live.apply(UPDATE, gradients(3, "bias"))  # an update from after the cut
     live.apply(UPDATE, gradients(4))
     while live.copy_a_block():
         pass
     assert_same(contents(shadow), before)
-    shadow.apply(UPDATE, gradients(5))  # from before it, and late
+    shadow.apply(UPDATE, gradients(5))  # a late update from before the cut
     twin.apply(UPDATE, gradients(5))
     assert_same(contents(shadow), contents(twin))
     after = contents(live)

@@ -152,7 +152,7 @@ def test_the_generation_is_newer_than_all_checkpoints_of_a_copy(tmp_path: Path) 
 def test_a_commit_whose_ranks_are_in_another_order_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CutStore(tmp_path)
     commit = store.commit
-    # As a coordinator has them whose second worker said hello first.
+    # As from a coordinator whose second worker said hello first.
     monkeypatch.setattr(store, "commit", lambda cut, said: commit(replace(cut, workers=cut.workers[::-1]), said))
     with pytest.raises(InconsistentCutError, match="the ranks are s0, w0, w1, and the cut has s0, w1, w0"):
         write(store, 1, 1)
@@ -185,7 +185,7 @@ def test_a_commit_of_another_count_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_a_generation_that_does_not_grow_is_refused(
     tmp_path: Path, transport: SocketTransport, generation: int
 ) -> None:
-    """Its checkpoints would be taken for older ones, deleted first, and not be resumed from."""
+    """Its checkpoints would be taken for older ones: deleted first, and not resumed from."""
     write(CutStore(tmp_path), 5, 7)
     with pytest.raises(CheckpointError, match=f"generation {generation}, and there are checkpoints of generation 5"):
         TrainingCoordinator(transport, tmp_path, streams=2, shards=["s0"], workers=["w0", "w1"], generation=generation)

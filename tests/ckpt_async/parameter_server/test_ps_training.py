@@ -1,4 +1,4 @@
-"""Trainings on threads of one process: sparse pushes, a worker's own state, refusals, and other lives."""
+"""Training on threads of one process: sparse pushes, a worker's own state, refusals, processes of earlier starts."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_no_two_starts_have_the_same_generation(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("who", ["shard-1", "worker-0"])
 def test_who_cannot_begin_says_so_and_nobody_waits_for_it(tmp_path: Path, who: str) -> None:
-    """Also where its process lives on, so that its connections stay."""
+    """Also where its process lives on, so that its connections stay open."""
     transport = SocketTransport(COORDINATOR)
     coordinator = TrainingCoordinator(
         transport, tmp_path, streams=1, shards=["shard-0", "shard-1"], workers=["worker-0"]

@@ -1,4 +1,4 @@
-"""Who may connect, what strangers and broken frames can do (nothing), and how somebody who falls silent is noticed."""
+"""Who may connect, what strangers and broken frames can do (nothing), and how a silent process is noticed."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from tests.ckpt_async.parameter_server.training_threads import Counts, Threads, 
 
 LIMIT = 200.0
 SECRET, OTHER = "a secret of the training", "a secret of somebody else"
-SILENCE = 6.0  # seconds, the least
+SILENCE = 6.0  # seconds, the shortest that is allowed
 ENVELOPE = {"from": "worker-0", "instance": "", "number": None, "body": {"kind": "exit", "reason": None}}
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., SocketTransport]]:
-    """Makes transports that answer every question with its words and tensors, and closes them in the end."""
+    """Make transports that answer each question with its words and tensors; close them at the end."""
     opened = []
 
     def start(name: str = "one", *arguments: str, **options: object) -> SocketTransport:
@@ -114,7 +114,7 @@ STRANGERS = {
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers are dropped sooner."""
+    """Drop strangers sooner."""
     monkeypatch.setattr(sockets, "_PATIENCE", 2.0)
 
 
@@ -173,7 +173,7 @@ def test_what_was_overheard_is_of_no_use(start: Callable[..., SocketTransport]) 
     heard = b""
 
     def overhear() -> None:
-        """Stand between the two, for one handshake."""
+        """Relay one handshake between the two, and record it."""
         nonlocal heard
         near, _ = listening.accept()
         with near, call(one.address) as far:
@@ -419,7 +419,7 @@ def test_a_moment_without_a_descriptor_is_survived(fork_script: Callable[..., ob
 
 
 class ImpatientCluster(Cluster):
-    """Its processes take each other for lost after the shortest silence that is allowed."""
+    """A cluster whose processes take each other for lost after the shortest silence that is allowed."""
 
     def _transport(self, name: str) -> Transport:
         return SocketTransport(name, silence_timeout=SILENCE)
@@ -445,7 +445,7 @@ def test_a_frozen_server_ends_the_training_and_is_named(
                 process.join(LIMIT)
         codes = {other: process.exitcode for other, process in cluster.processes.items()}
         os.kill(frozen.pid, signal.SIGCONT)  # type: ignore[arg-type]
-        frozen.join(LIMIT)  # what was taken for dead stops as well
+        frozen.join(LIMIT)  # the process that was taken for dead stops as well
         assert frozen.exitcode == 1, cluster.logs()
     finally:
         cluster.kill()

@@ -1,4 +1,4 @@
-"""A training on threads of one process, whose model counts its samples."""
+"""Training on threads of one process, with a model that counts its samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 200.0
 
 
 class Counts(nn.Module):
-    """One row for each sample; an update adds one to the rows of its batch, and touches no other."""
+    """A model with one row for each sample; an update adds one to the rows of its batch, and touches no other."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def train(client: ParameterClient, model: Counts, until: int | None = None) -> N
 
 
 class Threads:
-    """A coordinator and two shards on threads; workers are the test's business."""
+    """A coordinator and two shards on threads; the test runs the workers."""
 
     def __init__(self, root: Path, *, workers: int = 2, every: float = 0.05, options: CutOptions | None = None) -> None:
         self.workers = [f"worker-{number}" for number in range(workers)]
@@ -92,7 +92,7 @@ class Threads:
 
 
 def assert_counts(store: CutStore) -> int:
-    """Judge every checkpoint by the rows of the model; returns how many there are."""
+    """Check every checkpoint by the rows of its model; return how many there are."""
     paths = store.committed()
     for path in paths:
         with store.open(path) as checkpoint:
