@@ -33,7 +33,7 @@ accelerator.wait_for_everyone()
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
-    """What would be handed to Accelerate's launcher, instead of starting processes."""
+    """Return what would be passed to Accelerate's launcher; no processes are started."""
     calls: list[argparse.Namespace] = []
     monkeypatch.setattr(command_line, "launch_command", calls.append)
     return calls
@@ -79,7 +79,7 @@ def test_without_flags_nothing_is_passed_on(launched: list[argparse.Namespace]) 
 def test_the_help_shows_ours_beside_accelerates(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["accelerate-ckpt", *words])  # Accelerate's formatter looks there
+    monkeypatch.setattr(sys, "argv", ["accelerate-ckpt", *words])  # Accelerate's formatter reads it
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     shown = capsys.readouterr().out

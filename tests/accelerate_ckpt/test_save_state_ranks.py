@@ -246,7 +246,7 @@ def test_a_failure_in_the_background_surfaces_on_every_rank_at_the_same_step(
             time.sleep(0.05)
         accelerator.end_training()
     """
-    steps = 40 if on_error == "warn" else 800  # the failure ends the training, which may take a while on a busy machine
+    steps = 40 if on_error == "warn" else 800  # ended by the failure, which may take a while on a busy machine
     results = ranks.run(body, 2, saved=str(small_filesystem / "saved"), on_error=on_error, steps=steps)
     assert all(result.told["returned"] for result in results)
     if on_error == "warn":

@@ -397,7 +397,7 @@ STREAM = """
 def test_a_stream_without_a_length_continues_in_the_pass_that_it_was_in(
     ranks: Ranks, tmp_path: Path, kill: int, step: int
 ) -> None:
-    # five steps a pass; the Trainer takes its passes before a resume for one epoch
+    # five steps a pass; the Trainer treats its passes before a resume as one epoch
     (whole,) = ranks.run(STREAM, 1, folder=str(tmp_path / "whole"), kill=-1, moved=False)
     ranks.run(STREAM, 1, folder=str(tmp_path / "run"), kill=kill, moved=False)
     (resumed,) = ranks.run(STREAM, 1, folder=str(tmp_path / "run"), kill=-1, moved=False)

@@ -1,4 +1,4 @@
-"""Run a training to its end, and resume it from a checkpoint of its middle in new objects, under another seed."""
+"""Run a training to its end, and resume it from an earlier checkpoint in new objects, under another seed."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_resumed_fit_has_the_bits_of_the_whole_one(
 
 
 class Logging(Model):
-    """Logs values of the device, which a checkpoint holds."""
+    """Logs values on the device, which a checkpoint holds."""
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = super().training_step(batch, index)
@@ -122,7 +122,7 @@ class Logging(Model):
 
 
 class SavesInWindow(pl.Callback):
-    """Saves after the third batch, of which the window of two is open, and counts what waits for the device."""
+    """Saves after the third batch, in an open window of two, and records how often the host waited for the device."""
 
     def __init__(self, path: Path, host_waits: Callable[[], int]) -> None:
         self._path, self._host_waits = path, host_waits
@@ -130,14 +130,14 @@ class SavesInWindow(pl.Callback):
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         trainer = arguments[0]
-        del arguments  # a save looks at the variables of what runs, and would read these from the device
+        del arguments  # a save looks at variables of running functions, and would read these from the device
         if trainer.fit_loop.total_batch_idx == 2:
             self.waits.append(self._host_waits())
             trainer.save_checkpoint(self._path)
 
 
 class Counting(AsyncCheckpointIO):
-    """Counts when it is given a checkpoint, before it begins to copy it."""
+    """Records the same number when it is given a checkpoint, before it begins to copy it."""
 
     callback: SavesInWindow
 

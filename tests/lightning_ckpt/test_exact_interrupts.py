@@ -153,7 +153,7 @@ class RaiseIn(pl.Callback):
         ("on_train_batch_start", BATCHES + 2, 3, None),
         ("on_train_batch_end", BATCHES + 2, 3, "in the hooks on_train_batch_end"),
         ("on_validation_end", 2, 1, "in the hooks on_validation_end"),
-        ("on_train_epoch_end", 1, 1, "in the hooks on_train_epoch_end"),  # of the model, too, which resets a metric
+        ("on_train_epoch_end", 1, 1, "in the hooks on_train_epoch_end"),  # the model resets a metric in its own hook
         ("on_validation_batch_start", 5, 1, None),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_run_that_was_over_has_its_metrics_again(hook: str, tmp_path: Path) ->
     model, trainer, warned = fit(tmp_path, {"val": True}, [], 77, ckpt_path=tmp_path / "saved.ckpt")
     found = outcome(trainer, model)
     assert (found.seen, found.weights) == ([], expected.weights)
-    if hook == "on_train_epoch_end":  # of the model, which had yet to compute one of them
+    if hook == "on_train_epoch_end":  # the model's own hook had not computed one of them yet
         assert len(warned) == 1 and "training stopped in the hooks on_train_epoch_end" in warned[0]
         expected.callback_metrics.pop("unlogged")
         found.callback_metrics.pop("unlogged")
@@ -217,7 +217,7 @@ def test_a_metric_that_the_model_no_longer_has_is_left_out(count: int, tmp_path:
 
 @pytest.mark.parametrize(("hook", "count"), [("on_after_backward", 4), ("on_before_optimizer_step", 2)])
 def test_manual_optimization_interrupted_after_a_backward_pass(hook: str, count: int, tmp_path: Path) -> None:
-    # one optimizer steps every third batch: only it knows whether its gradients already include this batch's
+    # one optimizer steps every third batch: nothing tells whether its gradients already include this batch's
     fit(tmp_path, {"manual": True}, [RaiseIn(hook, count), saver("ours", tmp_path)])
     _, _, warned = fit(tmp_path, {"manual": True}, [], 77, ckpt_path=tmp_path / "saved.ckpt")
     assert len(warned) == 1 and "after its backward pass began" in warned[0]

@@ -96,7 +96,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, everything_is_large: None) -> Iterator
             return super().create(path, expected_size)
 
     monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: GatedStorage())
-    with awaited_paths.without_waiting():  # the tests look at what is there meanwhile
+    with awaited_paths.without_waiting():  # the tests look at the files while saves are pending
         yield gate
     gate.opened.set()
 

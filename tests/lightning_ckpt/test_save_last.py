@@ -238,7 +238,7 @@ def test_a_link_leads_to_nothing_in_another_directory(slow_disk: None, plugin: A
     old, new = tmp_path / "old", tmp_path / "new"
     run(ResumableCheckpoint, plugin, old, settings, max_steps=5)
     before = contents(old)
-    # An epoch ends, when the last checkpoint is linked to, before anything is saved in the new directory.
+    # The epoch ends, and a link to the last checkpoint is due, before anything is saved in the new directory.
     run(ResumableCheckpoint, plugin, new, settings, max_steps=BATCHES + 1, ckpt_path=old / "step=4.ckpt")
     assert contents(old) == before
     assert contents(new) == {"last.ckpt": BATCHES + 1}

@@ -943,7 +943,7 @@ class HoldsAPartByHooks(HoldsAPart):
 
 
 class CountsInWhole(Model):
-    """Has a count that changes weights at an epoch's end, and that its hook at a save does not save."""
+    """Has a count that changes weights at an epoch's end, and that ``on_save_checkpoint`` leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
