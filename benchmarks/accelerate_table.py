@@ -1,4 +1,4 @@
-"""``Accelerator.save_state``: ours, stock, and what the machine allows at best; and what attaching costs per step."""
+"""Times ``Accelerator.save_state``, ours and stock, next to the machine's limits, and what attaching costs per step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Model(torch.nn.Module):
 
 
 def _prepared(state: dict[str, Any], **options: Any) -> Accelerator:
-    """Return an Accelerator whose model and optimizer hold the tensors of ``state``; with options, one of ours."""
+    """Return an Accelerator whose model and optimizer hold the tensors of ``state``; with options, attach ours."""
     accelerator = Accelerator(cpu=True)
     if options:
         attach(accelerator, **options)
@@ -74,7 +74,7 @@ def _prepared(state: dict[str, Any], **options: Any) -> Accelerator:
 
 
 class _Saves(FreshPaths):
-    """A new directory for each save; what is saved has changed in between."""
+    """Saves to a new directory each time, after changing every tensor."""
 
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
         super().__init__(path.with_suffix(""))
@@ -167,10 +167,10 @@ _COUNTED_FROM = 20
 
 
 def _table_of_steps(options: argparse.Namespace) -> dict[str, float]:
-    """Time a step of a small transformer, in turn without us and attached."""
+    """Time a step of a small transformer, alternately with stock Accelerate and with ours attached."""
     found: dict[str, list[float]] = {"stock": [], "attached": []}
     for number in range(2 * options.repeats):
-        # In pairs that begin with the one and with the other, so that neither is always the second.
+        # In pairs whose order alternates, so that neither is always second.
         for name in sorted(found, reverse=number % 2 == 0):
             found[name].append(_median_step(attached=name == "attached"))
     medians = {name: statistics.median(values) for name, values in found.items()}

@@ -1,8 +1,8 @@
-"""What checkpoints cost an asynchronous training: updates per second without any, and with three kinds of them.
+"""Measures what checkpoints cost an asynchronous training: updates per second without any, and with three kinds.
 
-Runs of all ways take turns, in another order each time, so that whatever else changes on the machine meets all of them.
-How much the runs without checkpoints differ among themselves is the noise, and is printed beside the differences. CPU
-time per update is less at the mercy of the machine: it says what checkpoints make the processes do.
+The kinds take turns, beginning with another one each time, so that changes of the machine's speed affect all of them.
+The spread of the runs without checkpoints is the noise, printed with the differences. CPU time per update depends less
+on the machine: it shows how much work checkpoints cause in the processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_training import CountingModel, Job, compute_gradients, make_optimizer
 
 _LIMIT = 240.0
-_STORE_SECONDS = 0.3  # what a write takes, beside the disk's own time: that of a shared filesystem or an object store
-_BALLAST = 250_000  # parameters beside the model's
-_EVERY = 1.0  # seconds between two checkpoints: a hundred times as often as anybody would
+_STORE_SECONDS = 0.3  # added to each write, in addition to the disk's time: as of a shared filesystem or object store
+_BALLAST = 250_000  # parameters for each shard, in addition to the model's
+_EVERY = 1.0  # seconds between two checkpoints: a hundred times as often as in practice
 _NEVER = 10_000.0
 _NONE = "no checkpoints"
 _WAYS: dict[str, tuple[float, CutOptions, bool]] = {
@@ -46,7 +46,7 @@ class _Run(NamedTuple):
 
 
 def table(options: argparse.Namespace, directory: Path) -> dict[str, float]:
-    """Print the updates per second of each way beside the noise; return the medians."""
+    """Print the updates per second of each kind, and the noise; return the medians."""
     runs: dict[str, list[_Run]] = {way: [] for way in _WAYS}
     for number in range(options.repeats):
         ways = list(_WAYS)
@@ -97,7 +97,7 @@ def _one_run(root: Path, way: str) -> _Run:
 class _Heavy(CountingModel):
     def __init__(self, job: Job) -> None:
         super().__init__(job.samples)
-        # In the servers' optimizers and in every snapshot.
+        # Makes the servers' optimizers and every snapshot larger.
         self.ballast = nn.ParameterList(nn.Parameter(self.bias.new_zeros(_BALLAST)) for _ in range(job.shards))
 
 

@@ -1,6 +1,6 @@
 """``python -m benchmarks.gpu``: the table of ``ckpt_core.gpu_check``, with Lightning's own plugin and torchsnapshot.
 
-Those that are not installed have a row that says so.
+The row of a contender that is not installed says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckpt_core.gpu_check import CONTENDERS, Contender, main
 
 
 class _Lightning(Contender):
-    """What Lightning's own asynchronous plugin does: it clones tensors on the device, and ``torch.save`` follows."""
+    """Lightning's own asynchronous plugin, which clones tensors on the device before ``torch.save``."""
 
     def __init__(self) -> None:
         super().__init__("Lightning AsyncCheckpointIO")

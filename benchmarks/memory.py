@@ -1,7 +1,7 @@
-"""What a snapshot in memory costs, and a recovery from there, beside the disk and a store (moto), as one table.
+"""Compare snapshots in memory, and recoveries from them, with the disk and a store (moto), in one table.
 
-Usage: ``python benchmarks/memory.py [--sizes 100 1000] [--store]``; sizes in MB. Each recovery is a fresh process, which
-is timed from the look-up to the state being loaded and verified, and the page cache is left out of it where possible.
+Usage: ``python benchmarks/memory.py [--sizes 100 1000] [--store]``; sizes in MB. Each recovery is a fresh process,
+timed from the look-up until the state is loaded and verified; the page cache is left out of it where possible.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ print(time.perf_counter() - begin)
 
 
 def state_of(megabytes: int) -> dict[str, Any]:
-    """Return tensors of 10 MB each."""
+    """Return a state of tensors of 10 MB each."""
     return {"step": 0, **{f"layer.{i}": torch.full((2_500_000,), float(i)) for i in range(megabytes // 10)}}
 
 
@@ -56,7 +56,7 @@ def saves(
     memory = settings.pop("memory", None)
     options = memory.settings(strategy) if memory else {"strategy": strategy, **settings}
     with Checkpointer(**options) as checkpointer:
-        for step in range(SAVES + 2):  # the first ones take the memory
+        for step in range(SAVES + 2):  # the first ones allocate memory
             path = memory.next_path(step, "step={}.ckpt") if memory else f"{place}/step={step % 2}.ckpt"
             begin = time.perf_counter()
             checkpointer.save({**state, "step": step}, path)

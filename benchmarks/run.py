@@ -1,8 +1,8 @@
 """``make bench``: ours, the peers and the physical limits, side by side in one run; prints ratios.
 
-Every figure is a median, but a limit of saves and loads is its fastest round. Compare ratios within one run: absolute
-times depend on the machine and on what else it does. Each table runs in a process of its own, so that none inherits
-another's memory.
+Every figure is a median, except the limits of saves and loads, which are their fastest round. Compare ratios within one
+run: absolute times depend on the machine and on its other load. Each table runs in a process of its own, so that none
+inherits another's memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TABLES = {
 
 
 def main() -> None:
-    """Run the tables that were asked for."""
+    """Run the tables named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tables", nargs="*", metavar="table", help=f"which: {', '.join(TABLES)}; all by default")
     parser.add_argument("--layers", type=int, default=12, help="size of the GPT whose state is saved (12: 1.49 GB)")

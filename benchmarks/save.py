@@ -1,8 +1,8 @@
 """Contenders of the save benchmark: ours, Lightning's, and what the machine allows at best.
 
 A contender is a pair of functions: ``save`` returns when training may continue (the stall ends there), ``finish``
-returns when the checkpoint is durable. Each save has a path of its own, and the checkpoint before is deleted untimed: a
-disk may take longer to delete a file than to write one.
+returns when the checkpoint is durable. Each save has a new path, and the previous checkpoint is deleted untimed: a disk
+may take longer to delete a file than to write one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Contender:
     finish: Callable[[], Any] = lambda: None
     close: Callable[[], Any] = lambda: None
     prepare: Callable[[], Any] = lambda: None
-    other_ways: Sequence[Callable[[], Any]] = ()  # of a limit: to do the same in the same round
+    other_ways: Sequence[Callable[[], Any]] = ()  # of a limit: timed in the same round
 
 
 Make = Callable[[dict[str, Any], Path], Contender]
@@ -50,24 +50,24 @@ Make = Callable[[dict[str, Any], Path], Contender]
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds: medians over the repetitions, of a limit the least."""
+    """Seconds: medians over the rounds; for a limit, the least."""
 
-    first: float  # the stall of the first save alone
+    first: float  # the stall of the very first save
     stall: float
     durable: float
-    least: float  # the stall of the fastest repetition, as a limit's
+    least: float  # the stall of the fastest round, comparable to a limit's
     least_durable: float
-    stalls: tuple[float, ...]  # of each round, of a limit the least
+    stalls: tuple[float, ...]  # of each round; for a limit, the least of its ways
     durables: tuple[float, ...]
 
     def over(self, limit: Timing, figure: Literal["stalls", "durables"]) -> float:
-        """The median over the rounds of this one's seconds over the limit's in the same round."""
+        """Return the median over the rounds of this contender's seconds divided by the limit's in the same round."""
         rounds = zip(getattr(self, figure), getattr(limit, figure), strict=True)
         return statistics.median(mine / bound for mine, bound in rounds)
 
 
 class FreshPaths:
-    """A new path for each save, and nothing at the ones before."""
+    """Provides a new path for each save, and deletes what is at the one before."""
 
     def __init__(self, path: Path) -> None:
         self._paths = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count())
@@ -82,7 +82,7 @@ class FreshPaths:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file that somebody else wrote is on the disk."""
+    """Wait until a file that other code has written is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,7 +91,7 @@ def fsync(path: Path) -> None:
 
 
 def copy_ways(state: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Ways to copy every tensor of a state into memory of huge pages that is used again; the fastest is the limit."""
+    """Return ways to copy all tensors of a state into reused memory of huge pages; the fastest is the limit."""
     sources = list(tensors_in(state))
     sizes = [-(-source.nbytes // 64) * 64 for source in sources]
     memory = mmap.mmap(-1, sum(sizes))
@@ -110,13 +110,13 @@ def copy_ways(state: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def one_copy(state: dict[str, Any], path: Path) -> Contender:
-    """The limit of a stall: one copy of the same tensors into memory that is used again, the fastest way of three."""
+    """Return the limit of a stall: one copy of the same tensors into reused memory, the fastest way of three."""
     way, *others = copy_ways(state).values()
     return Contender(save=way, other_ways=others)
 
 
 def raw_direct_write(state: dict[str, Any], path: Path) -> Contender:
-    """The limit of a durable save: the same bytes by direct I/O from pre-faulted memory, the fastest way of three."""
+    """Return the limit of a durable save: the same bytes by direct I/O from pre-faulted memory, fastest of three."""
     nbytes = -(-tensor_bytes(state) // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, nbytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -137,12 +137,12 @@ def raw_direct_write(state: dict[str, Any], path: Path) -> Contender:
 
 
 def is_limit(name: str) -> bool:
-    """Whether this is a raw operation and no way to save."""
+    """Return whether this is a raw operation instead of a way to save."""
     return name.startswith("limit")
 
 
 def figure_of(name: str, seconds: Iterable[float]) -> float:
-    """The median of what a contender took; of a limit the least, because nothing may be faster than a limit."""
+    """Return the median of a contender's times; for a limit the least, because nothing may be faster than a limit."""
     return min(seconds) if is_limit(name) else statistics.median(seconds)
 
 
@@ -153,7 +153,7 @@ def ours_sync(state: dict[str, Any], path: Path) -> Contender:
 
 
 def ours_async(state: dict[str, Any], path: Path) -> Contender:
-    """``lightning_ckpt.AsyncCheckpointIO``, as after a first step of training."""
+    """``lightning_ckpt.AsyncCheckpointIO`` with memory reserved, as after a first step of training."""
     io, fresh = AsyncCheckpointIO(), FreshPaths(path)
     io.checkpointer.reserve([torch.nn.ParameterList(tensors_in(state))])
     return Contender(
@@ -213,14 +213,14 @@ def measure(
 ) -> dict[str, Timing]:
     """Time every contender in turn, each save after ``idle_seconds`` of idling.
 
-    The first round is a warm-up, and counts for limits alone: their least time is wanted.
+    The first round is a warm-up, and counts only for limits, whose least time is wanted.
     """
     contenders = {name: make(state, directory / f"{i}.ckpt") for i, (name, make) in enumerate(makers.items())}
     found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in contenders}
     first: dict[str, float] = {}
     names = list(contenders)
     for repeat in range(repeats + 1):
-        # Each round begins with another one, so that none always follows the same one.
+        # Each round begins with a different contender, so that none is always the first.
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             contender = contenders[name]
             found[name].append([])
@@ -255,7 +255,7 @@ def _timing(name: str, first: float, rounds: Sequence[Sequence[tuple[float, floa
 
 
 def print_beaten_limits(timings: dict[str, Timing]) -> None:
-    """Say which contenders a limit did not bound: the machine's speed has changed between the two."""
+    """Print which contenders were faster than a limit, because the machine's speed changed between the two."""
     for limit, figure in ((COPY, "least"), (WRITE, "least_durable")):
         least = {name: getattr(timing, figure) for name, timing in timings.items()}
         beaten = [name for name, seconds in least.items() if seconds < least[limit] and not is_limit(name)]

@@ -1,4 +1,4 @@
-"""Saving one file: stall, time to durable and extra memory of each contender."""
+"""Compares contenders that save one file: stall, time to durable and extra memory of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directory checkpoints beside torch.distributed.checkpoint (DCP) and plain safetensors."""
+"""Compares directory checkpoints with torch.distributed.checkpoint (DCP) and plain safetensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _idle(seconds: float) -> None:
 
 
 def _train(state: State) -> None:
-    """Change every tensor, as a step of a training does: nothing can be taken over from the checkpoint before."""
+    """Change every tensor, as a training step does, so that a save can reuse nothing of the previous checkpoint."""
     torch._foreach_add_([tensor for _, tensor in tensors(state)], 1.0)
 
 
@@ -73,7 +73,7 @@ def _timed(action: Callable[[], Any]) -> float:
 
 
 def _large(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """As in a training: every checkpoint has a path of its own, and an old one is deleted between two saves."""
+    """Time saves and loads as in a training: each checkpoint has a new path, and old ones are deleted between saves."""
     whole = gpt_state(options.layers)
     state: State = {"model": whole["state_dict"], "optimizer": whole["optimizer_states"][0]["state"]}
     nbytes = tensor_bytes(whole)
@@ -106,7 +106,7 @@ def _large(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         }
         limit_read = functools.partial(_read_raw, directory / "raw")
         for name, load in {**loads, "limit: raw direct read": limit_read}.items():
-            # DCP's files are in the page cache, ours, which were written past it, are not: all begin cold.
+            # DCP's files are in the page cache; ours, written by direct I/O, are not. So all loads begin cold.
             _drop_from_cache(directory)
             _idle(options.idle)
             times[name] = _timed(load)
@@ -139,7 +139,7 @@ def _large(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def _read_raw(path: Path, block: int = 16 * 2**20) -> None:
-    """The limit of a load: the same bytes by direct I/O into pre-faulted memory, 2 threads, none of them looked at."""
+    """Read the same bytes as a load, by direct I/O into reused memory in 2 threads, unused: the limit of a load."""
     with mmap.mmap(-1, 2 * block) as memory, memoryview(memory) as view:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         offsets = iter(range(0, path.stat().st_size, block))
@@ -187,7 +187,7 @@ def _load_into(path: Path, state: State) -> None:
 
 @contextlib.contextmanager
 def _eighth() -> Iterator[Any]:
-    """A mesh of eight ranks, of which this process plays one: loading needs none of the others."""
+    """Yield a mesh of eight ranks, of which this process is rank 3: loading does not need the others."""
     torch.distributed.init_process_group("fake", rank=3, world_size=8)
     try:
         yield init_device_mesh("cpu", (8,))
@@ -286,7 +286,7 @@ def _size(path: Path) -> int:
 
 
 def _commit(ranks: int, directory: Path, count: int = 1000) -> dict[str, float]:
-    """Plan on one rank, and what the committer does with the reports of all: each has a row of every tensor."""
+    """Time the plan of one rank, and the commit with the reports of all; each rank has a row of every tensor."""
     row = torch.zeros(1, 16)
     keys = [f"model.layers.{index}.weight" for index in range(count)]
     from ckpt_core.geometry import Box
@@ -305,7 +305,7 @@ def _commit(ranks: int, directory: Path, count: int = 1000) -> dict[str, float]:
         write_image(image, LocalStorage(), str(directory / "commit" / name), scratch=scratch)
     scratch.close()
     summary, record, common = files.report().split("\n")
-    # What another rank reports differs by its number and by its offsets alone.
+    # The report of another rank differs only in the rank and in its offsets.
     offsets, file_name = json.dumps([1, 0] * count, separators=(",", ":")), f"00002-of-{ranks:05d}"
     if offsets not in record or file_name not in record:
         raise AssertionError("the report is not built as this simulation thinks")

@@ -1,4 +1,4 @@
-"""What the callback costs per batch: a model so small that Lightning itself is most of a step."""
+"""Measures what the callback costs per batch, with a model so small that most of a step is Lightning itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_ckpt import ResumableCheckpoint
 class _Tiny(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        # As many parameters as a 12-layer GPT, of next to no size.
+        # As many parameter tensors as a 12-layer GPT has, but tiny ones.
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(74))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:

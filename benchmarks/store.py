@@ -1,8 +1,8 @@
-"""An object store: ours, raw parallel clients of the same server and Lightning's own way; and what verification costs.
+"""Compares ours with raw parallel clients of an object store and with Lightning; and measures what verification costs.
 
-The server runs on this machine: ``rclone serve s3`` over a directory, which obstore cannot read from and ours leaves to
-fsspec's client, or with ``--server ceph`` a real Ceph in memory, in which each request takes some milliseconds. It
-shares the processors with the clients, so the client's processor time is the sturdier figure.
+The server runs on this machine: ``rclone serve s3`` over a directory (obstore cannot read from it, so ours uses
+fsspec's client there), or with ``--server ceph`` a real Ceph in memory, in which each request takes some milliseconds.
+It shares the processors with the clients, so the client's processor time is the more reliable figure.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ckpt_core._layouts.torch_file import opening
 from ckpt_core.storage.uploads import PART_BYTES
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, STARTERS, Server
 
-_UNDER_WAY = 6  # parts of an upload, as ours
-_READ_BYTES = 16 * 2**20  # of one request, as ours
+_UNDER_WAY = 6  # parts of an upload at a time, as in ours
+_READ_BYTES = 16 * 2**20  # per request, as in ours
 _READS_UNDER_WAY = 8
-_LEAST_VERIFICATIONS = 11  # rounds: what they differ by is smaller than the noise of one
+_LEAST_VERIFICATIONS = 11  # rounds: the difference is smaller than the noise of one
 Action = Callable[[], Any]
 
 
@@ -46,7 +46,7 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     home = directory / "server"
     home.mkdir()
     with STARTERS[options.server](home) as server, contextlib.closing(_Objects(server)) as objects:
-        gc.collect()  # s3fs closes a client that is collected on the loop that runs then: not on that of the raw client
+        gc.collect()  # a collected client of s3fs is closed on the loop that runs: not to be that of the raw client
         with contextlib.closing(_RawClient(server, objects.bucket)) as raw:
             uploads = _uploads(server, objects, raw, state, nbytes)
             figures = {"upload": _rounds(uploads, options.repeats, nbytes, between=objects.delete_replaced)}
@@ -67,12 +67,12 @@ def _state(nbytes: int, tensors: int = 32) -> dict[str, Any]:
 
 
 def _new_memory(nbytes: int) -> memoryview:
-    """Return memory that a loaded state would be in."""
+    """Return new memory, as a loaded state would be in."""
     return memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())
 
 
 class _Objects:
-    """Names of objects, a new one for each upload: deleting a replaced one may take as long as storing the new."""
+    """Paths of objects, a new one for each upload: deleting a replaced one may take as long as storing the new."""
 
     def __init__(self, server: Server) -> None:
         self.bucket = server.new_bucket()
@@ -90,7 +90,7 @@ class _Objects:
         return self._newest[name]
 
     def newest(self, name: str) -> str:
-        """Return the path of the last one."""
+        """Return the path of the newest object of that name."""
         return self._newest[name]
 
     def keep(self, checkpointer: Checkpointer) -> Checkpointer:
@@ -102,7 +102,7 @@ class _Objects:
         self._open.close()
 
     def delete_replaced(self) -> None:
-        """Delete all but the last object of each name."""
+        """Delete all but the newest object of each name."""
         filesystem = fsspec.filesystem("s3", **self._server.options)
         while self._replaced:
             filesystem.rm_file(self._replaced.pop())
@@ -112,7 +112,7 @@ class _Objects:
 
 
 class _RawClient:
-    """Multipart uploads and ranged reads by ``aiobotocore`` and nothing else, many at a time."""
+    """Multipart uploads and ranged reads by ``aiobotocore`` alone, several requests at a time."""
 
     def __init__(self, server: Server, bucket: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -123,7 +123,7 @@ class _RawClient:
             max_pool_connections=_READS_UNDER_WAY,
         )
         keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY, "region_name": "us-east-1"}
-        # Kept, because the client is closed with it.
+        # Kept, because :meth:`close` closes the client through it.
         self._context = get_session().create_client("s3", endpoint_url=server.endpoint, config=config, **keys)
         self._client = self._loop.run_until_complete(self._context.__aenter__())
 
@@ -145,7 +145,7 @@ class _RawClient:
 
         async def send(number: int) -> dict[str, Any]:
             async with slots:
-                # The client takes nothing but bytes.
+                # The client accepts only bytes.
                 body = bytes(memoryview(data)[number * PART_BYTES : (number + 1) * PART_BYTES])
                 answer = await self._client.upload_part(**upload, PartNumber=number + 1, Body=body)
             return {"PartNumber": number + 1, "ETag": answer["ETag"]}
@@ -155,7 +155,7 @@ class _RawClient:
         await self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
 
     def download(self, path: str, nbytes: int) -> None:
-        """Fill new memory by ranged reads of what was uploaded."""
+        """Read an uploaded object into new memory, by ranged reads."""
         self._loop.run_until_complete(self._download(self._key(path), _new_memory(nbytes)))
 
     async def _download(self, key: str, target: memoryview) -> None:
@@ -251,13 +251,13 @@ def _downloads(server: Server, objects: _Objects, raw: _RawClient, nbytes: int) 
         "ours, not verified": _unverified(lambda: load(ours)),
         "Lightning TorchCheckpointIO": _by_lightning(options, lambda: TorchCheckpointIO().load_checkpoint(lightning)),
     }
-    if server.kind == "rclone":  # which answers ranged reads in a way that obstore refuses
-        del contenders["raw obstore"], contenders["ours, fsspec"]  # which ours is there
+    if server.kind == "rclone":  # its answers to ranged reads are refused by obstore
+        del contenders["raw obstore"], contenders["ours, fsspec"]  # "ours" is fsspec there anyway
     return contenders
 
 
 def _by_lightning(options: dict[str, Any], action: Action) -> Action:
-    """Give fsspec the options that Lightning's plugin does not take."""
+    """Return ``action`` with the options in fsspec's configuration, because Lightning's plugin does not take them."""
     # rclone answers ranged reads with the checksum of the whole object.
     settings = {**options, "config_kwargs": {"response_checksum_validation": "when_required"}}
 
@@ -269,7 +269,7 @@ def _by_lightning(options: dict[str, Any], action: Action) -> Action:
 
 
 class _EqualToAll(str):
-    """A digest that no comparison finds wrong."""
+    """A digest that is equal to every other, so that no comparison fails."""
 
     __slots__ = ()
 
@@ -283,7 +283,7 @@ class _EqualToAll(str):
 
 
 def _unverified(action: Action) -> Action:
-    """Leave out what verification costs: the digests of the tensors' bytes are not computed."""
+    """Return ``action`` without the cost of verification: the digests of the tensors' bytes are not computed."""
 
     def act() -> Any:
         with mock.patch.object(opening, "digest_with", return_value=lambda _: _EqualToAll()):

@@ -1,4 +1,4 @@
-"""A fine-tune of adapters over a frozen base: what each save writes, beside writing everything."""
+"""Measures what each save of a fine-tune (adapters over a frozen base) writes, compared with writing everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.states import gpt_state
 from ckpt_core import DirectoryCheckpointer, Kind, Part
 
 FROZEN = 0.95  # of the parameters
-WARM_UP = 1  # the save that writes what does not change
+WARM_UP = 1  # the first save, which also writes what does not change
 AIM = 1.05
 
 
@@ -48,7 +48,7 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def _adapters(base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Two low-rank matrices for each weight of a layer, of such a rank that the base is the frozen share of all."""
+    """Return two low-rank matrices for each weight of a layer, of the rank that makes the base ``FROZEN`` of all."""
     layers = {name: weight for name, weight in base.items() if weight.ndim == 2 and ".h." in name}
     wanted = sum(weight.numel() for weight in base.values()) * (1 / FROZEN - 1)
     rank = round(wanted / sum(sum(weight.shape) for weight in layers.values()))
@@ -75,11 +75,11 @@ def _measure(
             checkpointer.save(parts, directory / str(number))
             checkpointer.wait()
             seconds.append(time.perf_counter() - started)
-            # A link is the same inode; so what is new on the disk is what was written.
+            # A linked file has the same inode, so new inodes are what was written.
             new = [status for file in (directory / str(number)).iterdir() if (status := file.stat()).st_ino not in seen]
             written.append(sum(status.st_size for status in new))
             seen.update(status.st_ino for status in new)
-            if not link:  # an inode that is free again would be taken for an old one
+            if not link:  # a reused inode number would be taken for an old file
                 seen.clear()
                 shutil.rmtree(directory / str(number))
     shutil.rmtree(directory)

@@ -4,8 +4,8 @@
 
 Each training is a coordinator, parameter servers and workers, real processes that talk over sockets. All of them are
 killed with SIGKILL at a random instant and restarted from the newest checkpoint: with unaligned and aligned cuts, with
-messages that are reordered and duplicated, with a straggler, with different numbers of servers and workers than before,
-with snapshots back to back. Exits with 1 if anything is wrong.
+messages that are reordered and duplicated, with a straggler, with changing numbers of servers and workers, with
+snapshots back to back. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations

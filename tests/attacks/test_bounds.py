@@ -1,4 +1,4 @@
-"""Small files that were made to cost much time or memory: refused by a bound that no honest checkpoint meets."""
+"""Small files made to cost much time or memory are refused, by bounds that no honest checkpoint reaches."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_what_is_no_file_is_not_waited_for(kind: str, saved: Path, attack: Attac
     else:
         with socket.socket(socket.AF_UNIX) as server:
             here = os.getcwd()
-            os.chdir(path)  # an address is short
+            os.chdir(path)  # a socket's address must be short
             try:
                 server.bind(shard.name)
             finally:

@@ -1,4 +1,4 @@
-"""Whatever bytes the reader is given, it answers with the saved state or with a ``CheckpointError``."""
+"""Whatever bytes the reader is given, it returns the saved state or raises a ``CheckpointError``."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class BytesReader(FileReader):
         target[:] = self._data[offset : offset + len(target)]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def read(data: bytes, weights_only: bool = True) -> tuple[Any, bool] | None:
-    """Load and verify; None if the file was refused."""
+    """Verify and load; return the state and whether it was verified, or None if the file was refused."""
     reader = BytesReader(data)
     try:
         verified = verify_torch_file(reader)
@@ -78,7 +78,7 @@ def read(data: bytes, weights_only: bool = True) -> tuple[Any, bool] | None:
         state, checked = load_torch_file(reader, weights_only=weights_only)
     except CheckpointError:
         return None
-    # of another program's, bytes that torch does not look at may differ
+    # in another program's file, bytes that torch does not look at may differ
     assert not (refused and checked), "what loads also verifies"
     assert checked == verified
     return state, checked
@@ -119,7 +119,7 @@ def test_the_seeds_load() -> None:
 def test_changed_checkpoints_of_ours(changes: list[tuple[str, int, bytes]]) -> None:
     data = mutated(OURS, changes)
     loaded = read(data)
-    if loaded is not None:  # then it is the same file, or another program's
+    if loaded is not None:  # unchanged, or taken for another program's file
         assert (data == OURS) == loaded[1]
         if loaded[1]:
             assert_same_state(loaded[0], STATE)

@@ -1,4 +1,4 @@
-"""Files whose digests are right and whose content is a lie: each is refused, quickly and in little memory."""
+"""Files with right digests but false content: each is refused, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Document = dict[str, Any]
 
 
 class Forger:
-    """Takes a checkpoint of ours apart and puts it together again with a changed manifest and right digests."""
+    """Takes one of our checkpoints apart and rebuilds it with a changed manifest and right digests."""
 
     def __init__(self, path: Path) -> None:
         with Checkpointer(strategy="sync") as checkpointer:
@@ -184,7 +184,7 @@ CHANGES: dict[str, Callable[[Document], None]] = {
     "no structure": lambda manifest: manifest.pop("structure"),
     "no storages": lambda manifest: manifest.pop("storages"),
 }
-# Whoever reads only the bytes cannot know in which order the pickle refers to them.
+# ``verify`` reads only bytes, so it cannot know in which order the pickle refers to the storages.
 FOUND_BY_LOADING_ONLY = {"storages swapped", "too few storages", "a storage twice"}
 
 
@@ -332,7 +332,7 @@ def test_bombs_fill_no_memory(run_script: ScriptRunner, tmp_path: Path) -> None:
         file.seek(hole)
         file.write(tail + Footer(hole, digest(tail)).encode())
 
-    # A footer that takes the whole of a huge file for its tail.
+    # A footer that claims a whole huge file as its tail.
     forger = Forger(tmp_path / "tail.ckpt")
     with forger.path.open("r+b") as file:
         file.truncate(2**36)

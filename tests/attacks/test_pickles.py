@@ -94,7 +94,7 @@ def test_the_message_names_what_would_run_and_the_way_out(tmp_path: Path) -> Non
 
 
 def test_our_own_reader_cannot_be_talked_into_a_plain_pickle(tmp_path: Path) -> None:
-    """The quick way builds objects before the tensors are read: it must be as strict as the slow one."""
+    """The fast reader builds objects before the tensors are read: it must be as strict as the slow one."""
     path = tmp_path / "a.ckpt"
     ours({"bad": Exploit(tmp_path / "marker", "torch.save"), "w": torch.ones(4)}, path)
     with zipfile.ZipFile(path) as archive:

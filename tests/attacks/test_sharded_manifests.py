@@ -1,4 +1,4 @@
-"""Manifests made by an attacker, with a digest that is right: refused by name, before anything is read or filled."""
+"""Manifests forged by an attacker, with a right digest: refused with their path, before any tensor is filled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encoded(document: dict[str, Any]) -> bytes:
 
 @pytest.fixture
 def attack(saved: Path, tmp_path: Path) -> Callable[[bytes], Path]:
-    """A copy of the checkpoint with another manifest."""
+    """Return a function that makes a copy of the checkpoint with another manifest and returns its path."""
 
     def with_manifest(data: bytes) -> Path:
         path = tmp_path / "c"
@@ -72,7 +72,7 @@ def attack(saved: Path, tmp_path: Path) -> Callable[[bytes], Path]:
 
 
 def refused(path: Path) -> CheckpointError:
-    """Both ways to read it refuse it, and loading changes nothing."""
+    """Check that loading and verifying refuse a checkpoint, and that loading changes nothing; return the error."""
     into = {"w": torch.zeros(4, 3), "b": torch.zeros(4, dtype=torch.uint8)}
     with pytest.raises(CheckpointError) as caught, open_directory(path) as checkpoint:
         checkpoint.load("model", into=into)
@@ -138,7 +138,7 @@ def test_files_of_others_that_lie_elsewhere(saved: Path, attack: Callable[[bytes
 
 
 def set_in(where: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of the entry at a path such as ``ranks.0.files.0.3``."""
+    """Return a function that sets the entry at a path such as ``ranks.0.files.0.3``."""
 
     def change(document: dict[str, Any]) -> None:
         *path, last = (int(key) if key.isdigit() else key for key in where.split("."))
@@ -309,7 +309,7 @@ def test_a_sparse_file_that_claims_to_be_large_fills_no_memory(
         open_directory(path)
     (found,) = Catalog(path.parent, suffix="").checkpoints()
     assert not found.is_readable
-    # a save beside it looks at how old it is
+    # a save next to it checks its age
     assert save_directory(path.parent / "d", [{"model": ("replicated", {"w": torch.ones(2)})}]).is_dir()
     assert main(["inspect", str(path.parent)]) == 1
     assert "a directory of 2 checkpoints" in capsys.readouterr().err

@@ -40,13 +40,13 @@ NAME = "simulated"
 DEVICES = 2
 _ops: Any = torch.ops.simulated
 _captures: list[bool] = []
-_libraries: list[Any] = []  # what they register ends with them
+_libraries: list[Any] = []  # kept alive: what they register ends with them
 
 
 def load() -> None:
-    """Build the device where that is necessary, and give it to torch, once in a process.
+    """Build the device if necessary, and register it with torch, once in a process.
 
-    It must come before the process's first ``backward()``, which starts a thread for each device that there is.
+    Call it before the process's first ``backward()``, which starts a thread for each device that exists.
 
     Raises:
         BuildError: There is no compiler, or it fails.
@@ -67,7 +67,7 @@ def load() -> None:
 
 
 def pause(stream: torch.Stream) -> None:
-    """Let a stream begin nothing any more: what is queued now and from now on runs after :func:`resume`."""
+    """Stop a stream from beginning more work: what is queued, now or later, runs after :func:`resume`."""
     _ops.pause(stream.device_index, stream.stream_id, True)
 
 
@@ -78,12 +78,12 @@ def resume(stream: torch.Stream) -> None:
 
 @contextlib.contextmanager
 def lazy(*, side_streams_only: bool = False) -> Iterator[None]:
-    """Let every stream run only what somebody waits for: the host, or another stream that is waited for.
+    """Let every stream run only what is waited for, by the host or by another stream that is waited for.
 
-    Whatever code forgets to wait for has not happened yet when it looks.
+    So work that code forgets to wait for has not happened yet when the code uses its result.
 
     Args:
-        side_streams_only: Whether the default streams run at once all the same, and so overtake the others.
+        side_streams_only: Whether the default streams still run at once, and so overtake the others.
     """
     _ops.set_lazy(2 if side_streams_only else 1)
     try:
@@ -114,7 +114,7 @@ def limited_pinning(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_streams() -> Iterator[None]:
-    """Let no streams be made, as on devices that have one only."""
+    """Refuse to make streams, as devices that have only one do."""
     _ops.refuse_streams(True)
     try:
         yield
@@ -124,7 +124,7 @@ def without_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Let the device say that what is queued is recorded into a graph; it is done all the same."""
+    """Let the device report that queued work is captured into a graph; the work is done all the same."""
     _captures.append(True)
     try:
         yield
@@ -146,7 +146,7 @@ def in_flight() -> int:
 
 
 def take_violations() -> list[str]:
-    """Return, and forget, what was done that a real device would answer with memory errors."""
+    """Return and clear the violations: actions that would cause memory errors on a real device."""
     return list(_ops.take_violations())
 
 
@@ -166,12 +166,12 @@ def stream_count(device: int = 0) -> int:
 
 
 def host_register(address: int, nbytes: int) -> int:
-    """Pin host memory; 0, or an error, numbered as CUDA's."""
+    """Pin host memory; return 0, or an error with CUDA's number."""
     return int(_ops.host_register(address, nbytes))
 
 
 def host_unregister(address: int) -> int:
-    """Undo :func:`host_register`; 0, or an error."""
+    """Undo :func:`host_register`; return 0, or an error with CUDA's number."""
     return int(_ops.host_unregister(address))
 
 
@@ -224,7 +224,7 @@ def current_stream(device: Any = None) -> torch.Stream:
 
 
 def stream(stream: torch.Stream) -> torch.Stream:
-    return stream  # it is its own context
+    return stream  # a stream is a context manager itself
 
 
 def Stream(device: Any = None, priority: int = 0) -> torch.Stream:  # noqa: N802 - torch's name

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("device.cpp")
-# No debugging symbols and little optimisation: it is built more often than it runs long.
+# No debugging symbols and little optimisation, for a fast build: it never runs for long.
 FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w")
 
 
@@ -42,7 +42,7 @@ def built_library() -> Path:
         raise BuildError("no C++ compiler: install g++ or clang++, or name one in CXX")
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers want it at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers may build it at the same time
         if not library.exists():
             _build(compiler, library)
     return library

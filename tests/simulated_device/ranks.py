@@ -1,4 +1,4 @@
-"""Ranks whose tensors are on the simulated device: collectives by gloo, through copies on the host."""
+"""Collectives for ranks whose tensors are on the simulated device: by gloo, through copies on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKEND = "through_host"
 
 
 def register() -> None:
-    """Give torch the backend, for ``init_process_group(BACKEND)``."""
+    """Register the backend with torch, for ``init_process_group(BACKEND)``."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _Group, devices=["cpu", "simulated"])
 

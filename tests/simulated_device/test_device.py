@@ -1,4 +1,4 @@
-"""The simulated device does what the tests of others trust it to do."""
+"""The simulated device does what other tests rely on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_child(act: Callable[[], object]) -> int:
     """Return the exit status of a forked child that calls ``act``: 0 if that returns, 1 if it raises."""
     child = os.fork()
     if child == 0:
-        faulthandler.disable()  # what is expected is not to be printed
+        faulthandler.disable()  # an expected crash should not be printed
         status = 1
         try:
             act()
@@ -102,7 +102,7 @@ def test_host_memory_that_is_unpinned_too_early_is_a_violation(device: Any) -> N
     target.copy_(torch.ones(1024, device=DEVICE), non_blocking=True)
     assert device.host_unregister(target.data_ptr()) == 0
     assert device.host_unregister(target.data_ptr()) == 713
-    torch.accelerator.synchronize()  # before the memory goes
+    torch.accelerator.synchronize()  # before the memory is freed
     assert device.take_violations() == ["host memory was unregistered while a stream uses it"]
     assert device.take_violations() == []
 
