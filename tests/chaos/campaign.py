@@ -1,4 +1,4 @@
-"""The kill campaign: trainings killed at chosen and random instants, judged, resumed, and compared."""
+"""The kill campaign: kills trainings at chosen and random instants, judges their checkpoints, resumes and compares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.chaos.places import LocalPlace, Place, StorePlace
 from tests.chaos.training import KEPT
 
 ACCELERATE_SCRIPT = ROOT / "tests" / "chaos" / "train_accelerate.py"
-COMMIT_TIMEOUT_SECONDS = 20  # for the others, when a rank was killed
+COMMIT_TIMEOUT_SECONDS = 20  # after which the other ranks give up when one was killed
 
 
 @dataclasses.dataclass
@@ -45,14 +45,14 @@ class Report:
         return sum(self.hit.values())
 
     def add(self, other: Report) -> None:
-        """Take in what another part of the campaign found; its time is not added."""
+        """Add what another part of the campaign found, except its time."""
         for field in dataclasses.fields(self):
             if field.name not in ("seed", "seconds"):
                 mine, more = getattr(self, field.name), getattr(other, field.name)
                 setattr(self, field.name, mine + more)
 
     def table(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
         cells = sorted({cell for cell, _, _ in self.hit})
         lines = [f"{'kills':<43}{'aimed at':>9}" + "".join(f"{f'hit, {store}':>12}" for store in STORES)]
         for phase in PHASES:
@@ -95,7 +95,7 @@ def _short(phase: str) -> str:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What a finished run must have in common with one that was never killed: every bit of it."""
+    """Return what a finished run must share, bit for bit, with a run that was never killed."""
     result = json.loads((run / "result.json").read_text())
     for log in sorted(run.glob("steps-rank*.jsonl")):
         # A batch that was repeated after a kill is in the log several times: the last one counts.
@@ -109,11 +109,11 @@ class Campaign:
 
     Args:
         directory: Where the runs live; runs with a violation stay there.
-        seed: Where chance comes from. The moment of a kill also depends on the machine, so a seed repeats the plan
-            only.
-        say: Told what happens, line by line.
+        seed: Seed of the random choices. The moment of a kill also depends on the machine, so a seed repeats only the
+            plan.
+        say: Called with each line of progress.
         store: URL of a bucket and ``storage_options``, for settings on S3.
-        kills_per_run: From how many to how many times a run is killed.
+        kills_per_run: Fewest and most kills of a run.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Campaign:
 
 
 class _Run:
-    """One training, from its start over its kills to its end."""
+    """One training, from its start through its kills to its end."""
 
     def __init__(
         self,
@@ -263,20 +263,20 @@ class _Run:
     def _differences(self, expected: dict[str, Any], job: Job) -> list[str]:
         found = outcome(self._run)
         problems = [f"not bit-exact: {key}" for key in expected if found.get(key) != expected[key]]
-        # What a kill leaves goes with the next save; one after the last commit of the training leaves nothing to save.
+        # The next save removes what a kill has left; if the kill came after the last commit, there is no next save.
         has_saved = any(event["event"] == "SaveStarted" for event in job.events)
         if self._judge.unfinished and self._place.options is None and has_saved:
             problems.append(f"the finished run has unfinished files: {sorted(self._judge.unfinished)}")
         return problems
 
     def _prune(self) -> None:
-        """Clean up a store, where what a kill has left stays until it is old, and see that this is all that goes."""
+        """Prune a store, where what a kill has left stays until it is old, and check that nothing else is removed."""
         self._report.unfinished_at_end += len(self._judge.unfinished)
         if self._place.options is None:
             return
         self._place.prune()
         problems = self._judge.look([])
-        # Objects of a directory that was never committed, or is half removed, are not told from work in progress.
+        # Objects of a directory that was never committed, or is half removed, cannot be told from work in progress.
         objects = [path for path, name in self._judge.unfinished.items() if path.startswith(f"{name}/") and name]
         self._report.never_pruned += len(objects)
         rest = sorted(self._judge.unfinished.keys() - set(objects))

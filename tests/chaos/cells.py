@@ -7,14 +7,13 @@ import itertools
 from collections.abc import Sequence
 
 LIGHTNING, ACCELERATE, LAUNCH = "lightning", "accelerate", "launch"
-# Trainings of the last are started by ``accelerate launch``, each rank an interpreter of its own, which takes ten
-# seconds.
+# LAUNCH stands for ``accelerate launch``, where each rank is a new interpreter, which takes ten seconds to start.
 FRAMEWORKS = (LIGHTNING, ACCELERATE, LAUNCH)
 STRATEGIES = ("sync", "async", "sharded")
 LOCAL, S3 = "local", "s3"
 STORES = (LOCAL, S3)
-WIDTH = 270  # about a megabyte of state: smaller ones are waited for, and would never be written in the background
-WIDTH_IN_PARTS = 850  # nine megabytes: more than one part of the smallest size that S3 takes
+WIDTH = 270  # about a megabyte of state: saves wait for smaller ones, which are never written in the background
+WIDTH_IN_PARTS = 850  # nine megabytes: more than one part of the smallest size that S3 allows
 STEPS = 60
 STEPS_IN_PARTS = 30
 
@@ -49,7 +48,7 @@ class Setting:
 
     @property
     def arguments(self) -> list[str]:
-        """What the training script is given besides where it saves."""
+        """The arguments of the training script, except where it saves."""
         width = WIDTH_IN_PARTS if self.in_parts else WIDTH
         steps = STEPS_IN_PARTS if self.in_parts else STEPS
         words = ["--accumulate", str(self.accumulate), "--width", str(width), "--steps", str(steps)]
@@ -59,7 +58,7 @@ class Setting:
 
     @property
     def never_missing(self) -> frozenset[str]:
-        """Names of checkpoints that, once there, are there at any instant."""
+        """Names of checkpoints that, once they exist, must exist at any instant."""
         if self.framework == LIGHTNING:
             return frozenset({"last.ckpt"})
         return frozenset({"latest"}) if self.same_name else frozenset()
@@ -97,12 +96,12 @@ def settings_of(cell: str) -> list[Setting]:
 
 
 CELLS = tuple("-".join(words) for words in itertools.product(FRAMEWORKS, STRATEGIES, STORES))
-# Most at what saves in the background; few where each start costs ten seconds.
+# More kills for saves in the background; fewer where each start takes ten seconds.
 _SHARES = {cell: (1 if cell.startswith(LAUNCH) or "-sync-" in cell else 4) for cell in CELLS}
 
 
 def plan(kills: int, cells: Sequence[str] = CELLS) -> list[tuple[Setting, int]]:
-    """Divide the kills over the cells, and those of a cell over its settings; at least one for each cell.
+    """Divide the kills among the cells, and those of a cell among its settings; at least one for each cell.
 
     Returns:
         Settings with their kills: the first of each cell, the second of each cell, and so on.

@@ -1,4 +1,4 @@
-"""Several campaigns at a time, each in a process of its own, and what they found together."""
+"""Runs several campaigns at a time, each in a process of its own, and adds up their reports."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def run_all(
     jobs: int = 2,
     server: str = "rclone",
 ) -> Report:
-    """Kill the trainings of each setting so many times.
+    """Kill the trainings of each setting so many times; return the sum of the reports.
 
     Args:
-        work: Settings with their kills.
+        work: Settings, each with its number of kills.
         directory: Where the runs live; those with a violation stay there.
-        seed: Where chance comes from.
-        say: Told what happens, line by line.
+        seed: Seed of the random choices.
+        say: Called with each line of progress.
         jobs: Number of trainings at a time.
-        server: Which S3 to start, if there are settings for it (:data:`tests.support.servers.STARTERS`).
+        server: The S3 server to start (:data:`tests.support.servers.STARTERS`), if a setting needs one.
     """
     began = time.monotonic()
     whole = Report(seed)
@@ -48,7 +48,7 @@ def run_all(
                 home.mkdir(parents=True)
                 running = stack.enter_context(STARTERS[server](home))
                 store = running.new_bucket(), dict(running.options)
-            # Left by an exception, it ends its processes; their nurseries end when no training is left.
+            # If an exception is raised, the pool ends its processes; their nurseries end once no training is left.
             pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs, _leave_stopping_to_the_parent))
             run = functools.partial(_run, directory=directory / "runs", seed=seed, store=store)
             for report, lines in pool.imap_unordered(run, work):
@@ -63,7 +63,7 @@ def run_all(
 
 
 def _leave_stopping_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, lambda *_: None)  # of a terminal, which sends it to all; not ignored: heirs would, too
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches all processes; SIG_IGN would be inherited
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""The kill campaign of asynchronous training: clusters killed at any instant, every checkpoint judged, and resumed."""
+"""The kill campaign of asynchronous training: kills clusters at any instant, judges every checkpoint, and resumes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chaos.cut_training import Job, violations
 
 SHARDS, WORKERS = (1, 2, 3), (1, 2, 3, 5)
 LONGEST_RUN = 120.0  # seconds without a kill, to finish or at least to commit
-STARTING = 0.15  # part of the kills that are aimed at the start
+STARTING = 0.15  # share of the kills that are aimed at the start
 EAGER = {"every": 0.05}
 
 
@@ -27,8 +27,8 @@ class Scenario:
 
     Attributes:
         name: What is special about it.
-        changes: To the job.
-        options: About cuts.
+        changes: Changes to the job.
+        options: Options of the cuts.
         elastic: Whether the numbers of workers and shards are drawn again at each start.
     """
 
@@ -54,7 +54,7 @@ SCENARIOS = (
 
 @dataclasses.dataclass
 class Report:
-    """What has been found.
+    """What a campaign has found.
 
     Attributes:
         kills: Number of whole clusters killed, by scenario.
@@ -73,7 +73,7 @@ class Report:
     violations: list[str] = dataclasses.field(default_factory=list)
 
     def table(self) -> str:
-        """What was done and found, one line for each scenario."""
+        """Return what was done and found as text, one line for each scenario."""
         lines = [f"{'scenario':48s} {'kills':>6s} {'checkpoints':>12s} {'finished':>9s}"]
         lines += [
             f"{name:48s} {kills:6d} {self.checkpoints[name]:12d} {self.finished[name]:9d}"
@@ -91,9 +91,9 @@ class Campaign:
 
     Args:
         directory: Where the trainings live.
-        seed: Of the kills' instants.
-        say: Told how it goes.
-        epochs: How long a training is.
+        seed: Seed of the random choices, such as the instants of kills.
+        say: Called with lines about the progress.
+        epochs: Length of a training.
     """
 
     def __init__(self, directory: Path, seed: int, say: Callable[[str], None], *, epochs: int = 3) -> None:
@@ -113,7 +113,7 @@ class Campaign:
         return self.report
 
     def _train(self, scenario: Scenario, kills: int) -> None:
-        """One training, killed that often unless it ends before."""
+        """Run one training, killed ``kills`` times unless it ends before."""
         root = self._directory / f"training-{sum(self.report.finished.values())}"
         basis = Job(str(root / "checkpoints"), epochs=self._epochs, options=scenario.options)
         basis = dataclasses.replace(basis, **scenario.changes)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ class Campaign:
 
 
 def _wait_for_the_end(cluster: Cluster) -> bool:
-    """Wait as long as there is progress, however slow the machine is; returns whether the training has ended well."""
+    """Wait as long as there is progress, however slow the machine is; return whether the training has ended well."""
     store, newest = CutStore(cluster.job.root), None
     while not cluster.wait(LONGEST_RUN):
         committed = store.committed()[:1]
@@ -202,7 +202,7 @@ class _Trial:
         self._last = vector
 
     def judge_end(self, job: Job) -> None:
-        """Every sample must be in as often as there were epochs."""
+        """Check that every stream has reached its last batch, so that each sample was used once per epoch."""
         self._report.finished[self._scenario] += 1
         self._report.updates += sum(self._last.values())
         if any(count != job.batches for count in self._last.values()):
@@ -210,7 +210,7 @@ class _Trial:
 
 
 def wait_for_checkpoints(store: CutStore, count: int, timeout: float) -> bool:
-    """Wait until that many checkpoints are committed."""
+    """Wait until that many checkpoints are committed; return whether they are."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if len(store.committed()) >= count:
@@ -220,7 +220,7 @@ def wait_for_checkpoints(store: CutStore, count: int, timeout: float) -> bool:
 
 
 def cut_off(cluster: Cluster, checkpoints: int, timeout: float) -> CutStore:
-    """Kill all processes once there are so many checkpoints; return where these are."""
+    """Kill all processes once there are so many checkpoints; return the store of these."""
     store = CutStore(cluster.job.root)
     try:
         assert wait_for_checkpoints(store, checkpoints, timeout), cluster.logs()
@@ -230,7 +230,7 @@ def cut_off(cluster: Cluster, checkpoints: int, timeout: float) -> CutStore:
 
 
 def run_to_end(cluster: Cluster, timeout: float) -> CutStore:
-    """Return the checkpoints of a training that ends by itself."""
+    """Wait until a training has ended by itself; return the store of its checkpoints."""
     try:
         assert cluster.wait(timeout), cluster.logs()
     finally:
@@ -250,6 +250,6 @@ def judged(job: Job) -> int:
 
 
 def assert_complete(job: Job) -> None:
-    """The newest checkpoint is of the end: every sample is in it as often as there were epochs."""
+    """Check that the newest checkpoint is of the end: every sample is in it as often as there were epochs."""
     with CutStore(job.root).newest() as newest:  # type: ignore[union-attr]
         assert dict(newest.cut.vector) == dict.fromkeys(range(job.streams), job.batches)

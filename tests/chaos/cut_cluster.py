@@ -31,9 +31,10 @@ class Cluster:
     """The processes of one start of a training.
 
     Args:
-        job: What they do.
-        log: Directory for what each of them has to say.
-        roles: How a shard and a worker behave.
+        job: The training.
+        log: Directory for the log of each process.
+        serve: What a shard does.
+        work: What a worker does.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Cluster:
         return ReorderingTransport(transport, os.getpid()) if self.job.reorder else transport
 
     def wait(self, timeout: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for the end of the training or until something; returns whether it has ended well."""
+        """Wait until the training has ended or ``until`` returns True; return whether it has ended well."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and not until():
             if not any(process.is_alive() for process in self.processes.values()):
@@ -114,13 +115,13 @@ class Cluster:
             process.join()
 
     def logs(self) -> str:
-        """What the processes had to say."""
+        """Return the logs of all processes."""
         return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in sorted(self.log.glob("*.log")))
 
 
 @functools.cache
 def _import_what_torch_imports_late() -> None:
-    """The first step of an optimizer imports for seconds: once here, and not in every process."""
+    """Take a first optimizer step, whose imports take seconds: once here, instead of in every process."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     make_optimizer([("first", parameter)]).step()

@@ -14,9 +14,9 @@ from ckpt_async.parameter_server import Frame, Handler, Peer, Transport
 
 DELAY = 0.01  # seconds at most
 DELAY_OF_BEGIN = (
-    0.1  # so that some learn of a snapshot from the parameters they pull, before the coordinator's word arrives
+    0.1  # so that some workers learn of a snapshot from pulled parameters, before the coordinator's message arrives
 )
-REPEATED = 0.1  # part of the messages that arrive twice
+REPEATED = 0.1  # share of the messages that arrive twice
 
 
 class ReorderingTransport:

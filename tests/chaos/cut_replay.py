@@ -14,12 +14,12 @@ from tests.chaos.cut_training import CountingModel, Job, compute_gradients, make
 
 
 def differences(job: Job, checkpoint: CutCheckpoint, base: CutCheckpoint | None = None) -> list[str]:
-    """Names of what differs between a checkpoint and the repetition of the training up to its cut.
+    """Return the names of what differs between a checkpoint and a replay of the training up to its cut.
 
     Args:
         job: The training; recorded with ``record_order``.
-        checkpoint: What is compared.
-        base: What that life of the training began from.
+        checkpoint: The checkpoint to compare.
+        base: The checkpoint from which that start of the training resumed, if any.
     """
     model = CountingModel(job.samples)
     table = BlockTable(model.named_parameters())

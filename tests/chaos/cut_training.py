@@ -1,9 +1,8 @@
 """A small asynchronous training whose model counts its samples, and the judge of its checkpoints.
 
-The model has ledgers: parameters with one number per sample, to which the update itself adds one for each sample of its
-    batch,
-by way of gradient and optimizer like everything else. There are more of them than shards, so every shard holds one at
-least.
+The model has ledgers: parameters with one number per sample, to which each update adds one for each sample of its
+batch, by way of gradient and optimizer like everything else. There are more ledgers than shards, so every shard holds
+at least one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NOISE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is trained, by whom.
+    """A training: its data, its processes and its checkpoints.
 
     Attributes:
         root: Directory of the checkpoints.
@@ -44,7 +43,7 @@ class Job:
         straggler: How many times slower the last worker is.
         reorder: Whether messages are delayed at random, so that they arrive in any order, and some of them twice.
         keep: How many checkpoints are kept.
-        options: About the cuts.
+        options: Options of the cuts.
     """
 
     root: str
@@ -76,7 +75,7 @@ class Job:
 
 
 class CountingModel(nn.Module):
-    """A regression with ledgers beside it."""
+    """A regression model that also has ledgers."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ def dataset(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batch_of(job: Job, update: UpdateId) -> list[int]:
-    """The samples of a batch."""
+    """Return the samples of a batch."""
     per_epoch = job.batches // job.epochs
     epoch, number = divmod(update.seq - 1, per_epoch)
     own = list(range(update.stream, job.samples, job.streams))
@@ -119,7 +118,7 @@ def compute_gradients(job: Job, model: CountingModel, update: UpdateId) -> None:
 
 
 def make_optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Adam; for the ledgers without any memory, so that each step adds exactly one."""
+    """Return Adam; for the ledgers without any memory, so that each step adds exactly one."""
     ledgers = [parameter for name, parameter in parameters if name.startswith("ledger")]
     others = [parameter for name, parameter in parameters if not name.startswith("ledger")]
     groups = [
@@ -167,7 +166,7 @@ def work(job: Job, transport: Transport, coordinator: str) -> None:
 
 
 def ledger_of(job: Job, vector: Mapping[int, int]) -> torch.Tensor:
-    """How often each sample is in when these updates are."""
+    """Return how often each sample must be counted when these updates are applied."""
     counts = torch.zeros(job.samples)
     for stream, count in vector.items():
         for seq in range(1, count + 1):
@@ -176,7 +175,7 @@ def ledger_of(job: Job, vector: Mapping[int, int]) -> torch.Tensor:
 
 
 def violations(job: Job, checkpoint: CutCheckpoint) -> list[str]:
-    """What is wrong with a loaded checkpoint, judged by the model's ledgers and the optimizers' step counts."""
+    """Return what is wrong with a checkpoint, judged by the model's ledgers and the optimizers' step counts."""
     found = []
     expected = ledger_of(job, checkpoint.cut.vector)
     parameters = dict(CountingModel(job.samples).named_parameters())

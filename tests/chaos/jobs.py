@@ -29,7 +29,7 @@ class Processes(Protocol):
     """The processes of a training."""
 
     def statuses_within(self, seconds: float) -> list[int] | None:
-        """Return the exit statuses if all processes are gone, after waiting for that so many seconds."""
+        """Wait at most so many seconds; return the exit statuses if all processes are gone, otherwise None."""
 
     def kill(self, rank: int | None) -> None:
         """Send SIGKILL to a rank, or to all processes."""
@@ -104,7 +104,7 @@ class Launched:
     """``accelerate launch`` and its ranks, which it puts into sessions of their own.
 
     Args:
-        run: Where the console is kept.
+        run: Directory for the log of the console.
         ranks: Number of ranks.
         arguments: What comes after ``-m accelerate_ckpt``.
     """
@@ -112,7 +112,7 @@ class Launched:
     def __init__(self, run: Path, ranks: int, arguments: list[str]) -> None:
         self._mark = new_mark()
         accelerate = Path(sysconfig.get_path("scripts")) / "accelerate"
-        # With the variable, Accelerate's launcher for GPUs starts gloo processes on the CPU.
+        # With ACCELERATE_USE_CPU, Accelerate's launcher for GPUs starts gloo processes on the CPU.
         command = [sys.executable, str(accelerate), "launch", "--multi_gpu", "--num_processes", str(ranks)]
         command += ["--num_machines", "1", "--main_process_port", "0", "-m", "accelerate_ckpt", *arguments]
         with (run / "console.log").open("ab") as log:
@@ -147,11 +147,11 @@ class Launched:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
             return
-        self._launcher.kill()  # first, or it would tidy up after its ranks
+        self._launcher.kill()  # first, because it would clean up after its ranks
         kill_all(self._mark)
 
     def _members(self) -> dict[int, list[str]]:
-        """The ranks and what else has inherited our mark, with their environments; the launcher is not among them."""
+        """Return the environments of the processes with our mark, except the launcher's, by process id."""
         return {number: variables for number, variables in members(self._mark).items() if number != self._launcher.pid}
 
 
@@ -159,7 +159,7 @@ class Job:
     """A running training.
 
     Attributes:
-        events: The lines that it has added to the event log, as far as they were read.
+        events: The lines that it has added to the event log and that were read so far.
         launched: Unix time of its start.
         lost_a_rank: Whether one of its ranks was killed before the others.
     """
@@ -174,22 +174,22 @@ class Job:
         self._run = run
 
     def is_over(self, within: float = 0.0) -> bool:
-        """Whether all of the job is gone, after waiting for that so many seconds."""
+        """Wait at most so many seconds; return whether all processes of the job are gone."""
         if self._statuses is None:
             self._statuses = self._processes.statuses_within(within)
         return self._statuses is not None
 
     def new_events(self) -> list[dict[str, Any]]:
-        """The lines added to the event log since the last call."""
+        """Return the lines added to the event log since the last call."""
         new = self._tail.new()
         self.events += new
         return new
 
     def wait_until(self, happened: Callable[[], bool], poll_seconds: float = 0.0005) -> bool:
-        """Poll until something happened; False when the job ended before.
+        """Poll until ``happened`` returns True; return False if the job ended before.
 
         Raises:
-            TimeoutError: Neither came to pass.
+            TimeoutError: Neither happened in time; the job was killed.
         """
         deadline = time.monotonic() + MOST_SECONDS_OF_A_JOB
         while not happened():
@@ -202,11 +202,11 @@ class Job:
         return True
 
     def kill(self, *, first: int | None = None, seconds_later: float = 0.0) -> bool:
-        """SIGKILL all ranks at once and wait until all are gone; False when the job had ended by itself before.
+        """SIGKILL all ranks at once and wait until all are gone; return False if the job had ended by itself before.
 
         Args:
             first: A rank to kill before the others.
-            seconds_later: The time that the others have then.
+            seconds_later: How long the others then continue.
         """
         if self.is_over():
             return False
@@ -221,7 +221,7 @@ class Job:
         return first is not None or self._statuses != [0] * len(self._statuses or ())
 
     def finish(self) -> None:
-        """Wait for the job's own end.
+        """Wait until the job ends by itself.
 
         Raises:
             RuntimeError: The training failed.

@@ -1,4 +1,4 @@
-"""What must be true of a run's checkpoints after every kill."""
+"""Checks what must be true of a run's checkpoints after every kill."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Kept:
 
 
 class Judge:
-    """Watches one run from kill to kill.
+    """Judges the checkpoints of one run, from kill to kill.
 
     Args:
         run: The run's local directory, with its logs.
-        place: Where its checkpoints are. Files that are none of the training's business are put there.
-        kept: Number of checkpoints that retention keeps besides those that are never missing.
-        never_missing: Names of checkpoints that, once there, are there at any instant.
+        place: Where its checkpoints are. The judge puts files there that the training must not touch.
+        kept: Number of checkpoints that retention keeps, in addition to those that are never missing.
+        never_missing: Names of checkpoints that, once they exist, must exist at any instant.
 
     Attributes:
         files: The committed checkpoints by name, as of the last look.
-        before: The same as of the look before.
+        before: The same, as of the look before.
         listing: All that was there at the last look.
         newest: The step of the newest checkpoint, as of the last look.
         verified: Number of checkpoints verified so far.
-        ranked: How many checkpoints there are besides those that are never missing, as of the last look.
-        ranked_before: The same as of the look before.
+        ranked: Number of checkpoints as of the last look, without those that are never missing.
+        ranked_before: The same, as of the look before.
     """
 
     def __init__(self, run: Path, place: Place, kept: int, never_missing: Collection[str]) -> None:
@@ -68,25 +68,25 @@ class Judge:
 
     @property
     def unfinished(self) -> dict[str, str]:
-        """Paths of what belongs to no checkpoint, as of the last look, with the name that it was made for."""
+        """Paths of what belongs to no checkpoint, as of the last look, each with the name that it was made for."""
         return self.listing.unfinished
 
     def look(self, events: list[dict[str, Any]], launched: float = 0.0, *, saves_may_fail: bool = False) -> list[str]:
         """Compare what is there with the last look and with what happened since.
 
         Args:
-            events: The lines that the job that is over now added to the event log.
+            events: The lines that the job, which is over now, has added to the event log.
             launched: Unix time of the job's start.
-            saves_may_fail: Whether a rank was killed before the others, which then say so.
+            saves_may_fail: Whether a rank was killed before the others, which then report a failed save.
 
         Returns:
-            What is wrong, in words; nothing if all is well.
+            A description of each problem.
         """
         problems = self._went_on(launched)
         problems += self._read_checkpoints()
         saves = saves_of(events)
         saved = {os.path.basename(save.path) for save in saves}
-        # A request of the killed job before may have been carried out after the look.
+        # A request of the job that was killed before may have been carried out only after the last look.
         may_change, self._under_way = (
             saved | self._under_way,
             {os.path.basename(save.path) for save in saves if save.committed is None},
@@ -112,7 +112,7 @@ class Judge:
         return problems
 
     def _went_on(self, launched: float) -> list[str]:
-        """Whether the job began where the newest checkpoint of the last look is."""
+        """Return a problem if the job began before the newest checkpoint of the last look."""
         steps = [step for step in self._steps() if step["start"] >= launched]
         first = min((step["step"] for step in steps), default=None)
         if launched and first is not None and first < self.newest:
@@ -150,8 +150,7 @@ class Judge:
         return problems
 
     def _step_of(self, save: Save, launched: float) -> int:
-        # A step is written down before the callback that saves it is called, by the rank that is called: the furthest
-        # one.
+        # A rank logs a step before it calls the callback that saves it, so the furthest step logged by then is meant.
         done = [step for step in self._steps() if launched <= step["start"] and step["end"] <= save.started]
         return max((step["step"] for step in done), default=0)
 

@@ -1,4 +1,4 @@
-"""When to kill a training, and what a kill has hit."""
+"""Chooses when to kill a training, and finds out what a kill has hit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COMMIT = "committed, not yet announced"
 RETENTION = "between commit and removal"
 BETWEEN = "between saves"
 PHASES = (STARTING, RESUMING, STAGING, WRITING, COMMIT, RETENTION, BETWEEN)
-# Aims, and how often each is taken; what a kill really hit is found out afterwards.
+# The aims and their weights; what a kill really hit is found out afterwards.
 AIMS = {RESUMING: 2, STAGING: 3, WRITING: 6, COMMIT: 4, RETENTION: 3, BETWEEN: 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How long things take in a training that nobody kills: what the kills are timed by, in seconds."""
+    """How long things take in a training without kills, in seconds; the kills are timed by it."""
 
     start: float
     whole: float
@@ -40,7 +40,7 @@ class Pace:
 
 
 def measure(run: Path, launched: float, ended: float) -> Pace:
-    """Read the pace off the logs of a run that was never killed."""
+    """Return the pace of a run that was never killed, from its logs."""
     events = read_lines(run / "events.jsonl")
     saves = [save for save in saves_of(events) if save.bytes and save.freed and save.committed]
     return Pace(
@@ -52,13 +52,13 @@ def measure(run: Path, launched: float, ended: float) -> Pace:
 
 
 def kill_at(job: Job, aim: str, pace: Pace, place: Place, ranks: int, dice: random.Random) -> bool:
-    """Kill the job in, or near, a phase of its work; False when it ended before."""
+    """Kill the job in, or near, a phase of its work; return False if it ended before."""
     if aim == RESUMING:
         delay = dice.uniform(0.0, 1.2 * pace.start)
     elif aim == BETWEEN:
         delay = dice.uniform(pace.start, pace.whole)
     else:
-        # Some saves later, so that the run gets on. Copies and small files are over at once: aimed at less often.
+        # Some saves later, so that the run makes progress. Copies and small files, written at once, are rarer aims.
         passed_over = dice.randint(0, 3)
         event = wait_for_event(job, "SaveCommitted" if aim == RETENTION else "SaveStarted", passed_over, dice)
         if event is None:
@@ -66,7 +66,7 @@ def kill_at(job: Job, aim: str, pace: Pace, place: Place, ranks: int, dice: rand
         if place.options is None:
             delay = _after_event_on_disk(job, aim, event, pace, dice)
         else:
-            # Nothing can be watched from outside as quickly as it passes.
+            # On a store, phases pass too quickly to be watched from outside.
             delay = {
                 STAGING: dice.uniform(0.0, min(pace.stall, 0.01)),
                 WRITING: dice.uniform(0.0, pace.write),
@@ -95,7 +95,7 @@ def _after_event_on_disk(job: Job, aim: str, event: dict[str, Any], pace: Pace, 
 
 
 def wait_for_event(job: Job, name: str, passed_over: int, dice: random.Random) -> dict[str, Any] | None:
-    """Wait for an event of a save, mostly not of a copy, after ``passed_over`` others; None when the job ended."""
+    """Wait for an event of a save, mostly not of a copy, after ``passed_over`` others; return None if the job ended."""
     any_save = dice.random() < 0.2
     found: list[dict[str, Any]] = []
 
@@ -108,7 +108,7 @@ def wait_for_event(job: Job, name: str, passed_over: int, dice: random.Random) -
 
 
 def published_since(path: str, moment: float) -> bool:
-    """Whether a file or directory got this name after the moment."""
+    """Return whether a file or directory got this name after the moment."""
     try:
         return os.stat(path).st_ctime >= moment
     except FileNotFoundError:
@@ -116,17 +116,17 @@ def published_since(path: str, moment: float) -> bool:
 
 
 def phase_hit(job: Job, judge: Judge, run: Path, *, resumed: bool) -> str:
-    """What the job was doing when it was killed, by what it left behind."""
+    """Return what the job was doing when it was killed, judged by what it left behind."""
     under_way = [save for save in saves_of(job.events) if save.committed is None]
     if under_way:
         save = under_way[0]  # they are carried out in order
         name = os.path.basename(save.path)
         if judge.files.get(name) != judge.before.get(name):
             return COMMIT
-        # On a store, what one request uploads is not in sight until it is there.
+        # On a store, what a single request uploads is invisible until it is complete.
         return WRITING if save.freed or name in judge.unfinished.values() else STAGING
     if not any(step["start"] >= job.launched for step in read_lines(run / "steps-rank0.jsonl")):
         return RESUMING if resumed else STARTING
     half_removed = [name for name in judge.unfinished.values() if name in judge.before and name not in judge.files]
-    # What earlier kills left over stays, and is no removal that this one came before.
+    # Checkpoints left over by earlier kills stay, and do not mean that this kill came before a removal.
     return RETENTION if half_removed or judge.ranked > max(KEPT, judge.ranked_before) else BETWEEN

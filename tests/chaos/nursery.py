@@ -1,9 +1,9 @@
 """Forks the trainings that the campaign kills.
 
-A process that has imported torch, Lightning and Accelerate and forks starts a training in a fraction of a second
+This process has imported torch, Lightning and Accelerate, so by forking it starts a training in a fraction of a second
 instead of ten. It reads one order per line of standard input, a JSON object: ``framework``, ``run`` (the directory),
-``ranks``, and the ``arguments`` of the training. It answers with a list of process numbers, one for each rank and all
-in the process group of the first, and when all of them are gone with a list of their exit statuses.
+``ranks``, and the ``arguments`` of the training. It answers with a list of process ids, one for each rank and all in
+the process group of the first, and once all of them are gone, with a list of their exit statuses.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def main() -> None:
                 os.close(reading)
                 be_rank(order, rank, ranks[0] if ranks else 0, port, writing)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.setpgid(child, ranks[0] if ranks else child)  # whoever is first: the group exists when it is told
+                os.setpgid(child, ranks[0] if ranks else child)  # the child does it, too
             ranks.append(child)
         print(json.dumps(ranks), flush=True)
         os.close(writing)
         with open(reading, "rb", buffering=0) as pipe, Path(order["run"], "console.log").open("ab") as log:
-            # Ends when the last process that holds the other end is dead.
+            # Ends when the last process that has the other end open is dead.
             while block := pipe.read(65536):
                 log.write(block)
                 log.flush()
@@ -57,10 +57,10 @@ def main() -> None:
 
 
 def be_rank(order: dict[str, Any], rank: int, group: int, port: int, output: int) -> None:
-    """Be one rank of a training, and exit."""
+    """Run as one rank of a training, and exit."""
     with contextlib.suppress(PermissionError):
         os.setpgid(0, group)
-    os.nice(1)  # whoever is to kill this at the right moment must not wait for a turn
+    os.nice(1)  # the process that kills this one at the right moment must not wait for the CPU
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
@@ -87,7 +87,7 @@ def be_rank(order: dict[str, Any], rank: int, group: int, port: int, output: int
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
         traceback.print_exc()
-    # What an interpreter does at its end but for freeing torch's memory, which takes seconds in a forked process.
+    # What an interpreter does at exit, except freeing torch's memory, which takes seconds in a forked process.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, looked at without the engine: with system calls, or requests of S3."""
+"""Lists the checkpoints of a run without the engine: with system calls, or requests of S3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE_SUFFIX = ".ckpt"
 MANIFEST = "manifest.json"
 LEASE_PREFIX = ".ckpt-lease-"
 PROBE_PREFIX = ".ckpt-probe-"
-PREFLIGHT = ".ckpt-preflight"  # which the next run deletes
+PREFLIGHT = ".ckpt-preflight"  # the next run deletes it
 ORPHAN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}[-0-9]*(-replaced)?\.ckpt-part")
 
 
@@ -33,7 +33,7 @@ class Committed:
 
     Attributes:
         path: Full path or URL.
-        identity: Differs after it was written again.
+        identity: Changes when it is written again.
     """
 
     path: str
@@ -45,10 +45,10 @@ class Listing:
     """What is in the directory of checkpoints.
 
     Attributes:
-        committed: By name.
-        unfinished: What belongs to no committed checkpoint and is not in sight of those who look for some, by its path;
-            with the name of the checkpoint that it was made for, or was a part of.
-        unexpected: Everything else, but for files that are none of the training's business.
+        committed: Committed checkpoints, by name.
+        unfinished: What belongs to no committed checkpoint, and is not seen by code that looks for checkpoints: by its
+            path, the name of the checkpoint that it was made for, or was a part of.
+        unexpected: Everything else, including the files that the judge puts there.
     """
 
     committed: dict[str, Committed] = dataclasses.field(default_factory=dict)
@@ -71,7 +71,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def put(self, name: str, content: bytes) -> None:
-        """Make a file, named relative to the root."""
+        """Write a file, named relative to the root."""
 
     @abc.abstractmethod
     def get(self, name: str) -> bytes | None:
@@ -87,7 +87,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def prune(self) -> None:
-        """Delete what is abandoned, with the engine, as if the run had ended long ago."""
+        """Delete abandoned files by the engine's pruning, as if the run had ended long ago."""
 
 
 class LocalPlace(Place):
@@ -212,7 +212,7 @@ class StorePlace(Place):
 
 @functools.lru_cache
 def _client(endpoint: str, key: str, secret: str) -> Any:
-    """A client of S3; to make one takes longer than many requests."""
+    """Return a client of S3; making one takes longer than many requests."""
     config = Config(
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
@@ -234,7 +234,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _files_of(manifest: bytes) -> set[str]:
-    """The names of the files that a manifest names, and its own; those of callers are not expected here."""
+    """Return the names of a manifest's files, and its own; callers' extra files are not expected here."""
     content = json.loads(manifest)
     found = {MANIFEST}
     for rank in content["ranks"]:

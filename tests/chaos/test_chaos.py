@@ -1,4 +1,4 @@
-"""The kill campaign in short, and what its judge notices. The long form is ``make chaos``."""
+"""A short kill campaign, and what its judge notices. The long form is ``make chaos``."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Scene:
         return f"{self.place.root}/checkpoints/{name}"
 
     def save(self, step: int, *names: str) -> None:
-        """Put checkpoints there: made on the local disk, which takes no time, the commit last."""
+        """Put checkpoints into the place: made on the local disk, which is fast, and copied with the commit last."""
         weights = {"w": torch.full((5000,), float(step))}
         made = self.run / "made" / f"step={step}.ckpt"
         if self.layout == "file":
@@ -143,14 +143,14 @@ class Scene:
                 self.place.put(f"checkpoints/{name}/{file.name}", file.read_bytes())
 
     def saved(self, step: int, name: str) -> list[dict[str, Any]]:
-        """The events of a save, after a line about its step in the log of steps."""
+        """Add a line about a step to the log of steps, and return the events of its save."""
         with (self.run / "steps-rank0.jsonl").open("a") as log:
             log.write(json.dumps({"step": step, "end": float(step), "start": float(step)}) + "\n")
         kinds = ("SaveStarted", "SnapshotTaken", "SaveCommitted")
         return [{"event": kind, "path": self.path(name), "time": step + 0.5, "bytes": 1, "pid": 1} for kind in kinds]
 
     def leave_unfinished(self, name: str) -> None:
-        """Leave what a killed save leaves; on a store there is nothing of a single file."""
+        """Leave what a killed save leaves; on a store, a save of a single file leaves nothing."""
         if self.place.options is None:
             self.place.put(f"checkpoints/.{name}.0123456789ab.ckpt-part", b"half")
         elif self.layout == "directory":
@@ -174,7 +174,7 @@ class Scene:
 
 
 class Gone:
-    """Processes that are gone after they were asked for so many times."""
+    """Processes that are reported as running ``alive`` times, and then as gone."""
 
     def __init__(self, statuses: list[int], alive: int = 0) -> None:
         self.statuses, self.alive = statuses, alive
@@ -189,7 +189,7 @@ class Gone:
 
 @pytest.fixture(scope="module")
 def store(server_of: Callable[[str], Server]) -> Callable[[], StorePlace]:
-    """Makes places in a bucket of S3."""
+    """Return a function that makes places in a bucket of S3."""
     server = server_of("moto")
     bucket = server.new_bucket()
     return lambda: StorePlace(f"{bucket}/{uuid.uuid4().hex}", server.options)

@@ -117,7 +117,7 @@ def test_a_frozen_worker_stops_snapshots_and_not_the_others(tmp_path: Path) -> N
         os.kill(frozen, signal.SIGSTOP)  # type: ignore[arg-type]
         log = cluster.log / "coordinator.log"
         deadline = time.monotonic() + LIMIT
-        is_said = re.compile("nothing was heard from .*worker-2").search  # of others, too, on a busy machine
+        is_said = re.compile("nothing was heard from .*worker-2").search  # and from others, on a busy machine
         while not is_said(log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert is_said(log.read_text())

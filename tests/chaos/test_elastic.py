@@ -1,4 +1,4 @@
-"""``torchrun`` with three ranks, of which one is killed, and again with the two that are left."""
+"""``torchrun`` with three ranks, one of which is killed, and then with the two that are left."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def start(folder: Path, ranks: int) -> subprocess.Popen[bytes]:
 
 
 def used(folder: Path, ranks: int) -> dict[int, list[int]]:
-    """The samples of each step, of all ranks."""
+    """Return the samples of each step, of all ranks."""
     found: dict[int, list[int]] = {}
     for rank in range(ranks):
         path = folder / f"used.{ranks}.{rank}"

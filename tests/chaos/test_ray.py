@@ -1,4 +1,4 @@
-"""The examples under Ray Train: a worker and the whole job are killed, and other numbers of workers continue."""
+"""The examples under Ray Train: a worker or the whole job is killed, and training continues, also on fewer workers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_runs_continue_after_a_loss(framework: str, start: Start, tmp_path: Path
     wait_for(started, kept, "ray/checkpoint_2*")
     kill_worker(kept)
     assert are_same(weights_after(started, kept), expected)
-    reported = sorted(kept.glob("ray/checkpoint_2*"))  # beside a file of Ray's own
+    reported = sorted(kept.glob("ray/checkpoint_2*"))  # next to a file of Ray's own
     assert reported
     for path in reported:
         assert verify(path / "checkpoint.ckpt" if framework == "lightning" else path)

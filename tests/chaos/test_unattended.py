@@ -25,7 +25,7 @@ def test_interrupted_runs_end_with_the_bits_of_one_that_was_not(framework: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
 def test_the_loss_of_one_rank_costs_at_most_one_step(framework: str) -> None:
-    # of two batches, in both trainings
+    # a step has two batches in all trainings
     command = [sys.executable, str(ROOT / "tools/unattended.py"), framework, "--interruptions", "10", "--just-in-time"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert found.returncode == 0, found.stdout + found.stderr

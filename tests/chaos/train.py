@@ -1,4 +1,4 @@
-"""The Lightning training that the campaign kills: some seconds long, random in every way that must survive."""
+"""The Lightning training that the campaign kills: some seconds long, with random state that a resume must restore."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Model(L.LightningModule):
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, or continue training, and write what came out of it to ``result.json``."""
-    # Parts of the usual size would take states so large that a thousand kills would take a day.
+    """Train, or continue training, and write the result to ``result.json``."""
+    # Parts of the usual size would need states so large that a thousand kills would take a day.
     uploads.PART_BYTES = SMALLEST_PART_OF_S3
     L.seed_everything(7, verbose=False)
     by_loss = options.keep == "best"

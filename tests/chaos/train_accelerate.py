@@ -1,4 +1,4 @@
-"""The Accelerate training that the campaign kills: a script that knows nothing of this package, run by its launcher."""
+"""The Accelerate training that the campaign kills: a script that does not mention accelerate_ckpt, its launcher."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Training:
     """The script's objects.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -94,7 +94,7 @@ class Training:
         }
         with self.log.open("a") as log:
             log.write(json.dumps(record) + "\n")
-        # With accumulation this is in the middle of a window now and then.
+        # With accumulation, this is sometimes in the middle of an accumulation window.
         if progress.batches % (EVERY_N_STEPS * self.options.accumulate + (self.options.accumulate > 1)) == 0:
             self.accelerator.save_state(self.latest)
 

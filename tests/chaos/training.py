@@ -16,20 +16,20 @@ KEPT = 2
 
 
 def network(width: int) -> nn.Sequential:
-    """A network with dropout, so that the random state counts."""
+    """Return a network with dropout, so that the generators' state matters."""
     return nn.Sequential(
         nn.Linear(32, width), nn.Dropout(0.2), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
     )
 
 
 def samples() -> TensorDataset:
-    """Inputs and targets, the same in every process."""
+    """Return inputs and targets, the same in every process."""
     inputs = torch.randn(200, 32, generator=torch.Generator().manual_seed(1))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
 
 
 def sha256(state: Any) -> str:
-    """SHA-256 over everything in a nested state: structure, plain values, and the bytes of all tensors."""
+    """Return the SHA-256 of a nested state: structure, plain values, and the bytes of all tensors."""
     digest = hashlib.sha256()
 
     def update(part: Any) -> None:

@@ -1,8 +1,8 @@
-"""Interrupts runs that need no person: signals and kills to one, some or all ranks at any moment, and restarts.
+"""Interrupts unattended runs: signals and kills to one, some or all ranks at any moment, and restarts.
 
-Each start is the same: ranks under ``resume="auto"`` with ``preempt`` on. The job's parent does what ``torchrun`` does:
-when a rank ends otherwise than well, the others get SIGTERM, and SIGKILL when their grace is over. Judged is that
-nothing hangs, that the bits at the end are those of a run that was never interrupted, and how many steps were lost.
+Each start is the same: ranks with ``resume="auto"`` and with ``preempt`` on. The job's parent does what ``torchrun``
+does: when a rank fails, the others get SIGTERM, and SIGKILL when their grace period is over. The campaign checks that
+nothing hangs and that the final bits are those of a run that was never interrupted, and counts the lost batches.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 
 from tests.support.ports import free_port
 
-# What each training uses, imported before a rank is forked: all ranks have the same code, also if it is being edited,
-# and none looks as if it hung because it imports what the first optimizer needs on a busy machine.
+# What each training imports, imported before a rank is forked: all ranks run the same code even while it is edited, and
+# none seems to hang because, on a busy machine, it imports what the first optimizer needs.
 FRAMEWORKS = {
     "lightning": ("torch._dynamo", "lightning.pytorch", "lightning_ckpt.resumable", "lightning_ckpt.io"),
     "accelerate": ("torch._dynamo", "accelerate", "accelerate_ckpt._attach"),
@@ -39,8 +39,8 @@ GRACE_SECONDS = 30.0  # torchrun's
 HANG_SECONDS = 300.0  # without a note of any rank
 SIGNALS = ("SIGTERM", "SIGUSR1")
 _JUST_IN_TIME = "just-in-time"  # a file in the directory of a run in which survivors save
-_SHARDS = "shards"  # a file there: the number in which the ranks divide the model
-#: When an interruption comes: at the n-th such note of rank 0 in a start. "start" is any time from its beginning on.
+_SHARDS = "shards"  # a file there: the number of shards of the model
+#: When an interruption comes: at rank 0's n-th note of this kind since the start; "start": at any time after the start.
 MOMENTS = ("start", "resume", "step", "window", "validation", "epoch", "save")
 
 
@@ -57,7 +57,7 @@ def _data(ranks: int) -> Any:
 
 
 class _Notes:
-    """What a rank does, for the campaign: a line for each moment."""
+    """Writes down what a rank does, for the campaign: a line for each moment."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._path = directory / f"notes.{rank}"
@@ -65,7 +65,7 @@ class _Notes:
 
         def slowly(descriptor: int) -> None:
             self("save")
-            time.sleep(0.03)  # a disk that takes its time, so that something comes while it does
+            time.sleep(0.03)  # a slow disk, so that interruptions come during saves
             fsync(descriptor)
 
         os.fsync = slowly
@@ -84,7 +84,7 @@ def _saves_just_in_time(directory: Path, rank: int) -> bool:
     import torch
 
     found = (directory / _JUST_IN_TIME).exists()
-    if found:  # what a dead rank had must be its own
+    if found:  # each rank has generators of its own, so that a dead rank's state is nobody else's
         torch.manual_seed(rank)
     return found
 
@@ -185,7 +185,7 @@ def _train_accelerate(directory: Path, rank: int, ranks: int, note: _Notes) -> N
     )  # fmt: skip
     model = _network()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)  # of epochs, and so not prepared
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)  # steps once per epoch, and so is not prepared
     accelerator.register_for_checkpointing(schedule)
     model, optimizer, data, held_out = accelerator.prepare(model, optimizer, _data(ranks), _data(ranks))
     note("resume")
@@ -264,7 +264,7 @@ def _train_transformers(directory: Path, rank: int, ranks: int, note: _Notes) ->
 
 
 def train(framework: str, directory: Path, rank: int, ranks: int) -> None:
-    """Train until the end, from where checkpoints say."""
+    """Train to the end, from where ``resume="auto"`` resumes."""
     import torch
 
     torch.set_num_threads(1)
@@ -282,7 +282,7 @@ def train(framework: str, directory: Path, rank: int, ranks: int) -> None:
 
 
 class ForkedJob:
-    """Ranks that are forked from this process, which has imported what takes long to import."""
+    """Ranks that are forked from this process, which has imported the modules that take long."""
 
     def __init__(self, framework: str, directory: Path, ranks: int) -> None:
         port = free_port()
@@ -303,7 +303,7 @@ class ForkedJob:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", ACCELERATE_USE_CPU="true")
         status = 1
-        faulthandler.register(signal.SIGUSR2, all_threads=True)  # where a rank hangs goes to its log
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # prints to the log where a rank hangs
         try:
             train(framework, directory, rank, ranks)
             status = 0
@@ -331,7 +331,7 @@ class ForkedJob:
         overdue = time.monotonic() - self._deadline if self._left and self._deadline is not None else -1.0
         if overdue > -1.0 and not self._shown:
             self._shown = True
-            self.send(signal.SIGUSR2, self._left)  # where it stands goes to its log
+            self.send(signal.SIGUSR2, self._left)  # prints the stacks of the ranks to their logs
         if overdue > 0.0:
             self.killed = True
             self.send(signal.SIGKILL, self._left)
@@ -348,7 +348,7 @@ class ForkedJob:
 
 _LAUNCHERS: dict[str, Callable[[str], list[str]]] = {
     "own": lambda _: [],  # Lightning starts the other ranks itself
-    "ray": lambda _: [],  # its workers train on threads, so that signals are not heard: send SIGKILL alone
+    "ray": lambda _: [],  # its workers train on threads, which do not see signals: send SIGKILL alone
     "torchrun": lambda ranks: ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m"],
     "torchrun-restarts": lambda ranks: [
         "torch.distributed.run", "--standalone", "--max-restarts", "1000", "--nproc-per-node", ranks, "-m"
@@ -364,7 +364,7 @@ LAUNCHERS = ("fork", *_LAUNCHERS)
 
 
 class LaunchedJob(ForkedJob):
-    """The same under a real launcher, one of ``LAUNCHERS``."""
+    """Ranks under a real launcher, one of ``LAUNCHERS``."""
 
     def __init__(self, framework: str, directory: Path, ranks: int, launcher: str) -> None:
         for rank in range(ranks):
@@ -408,7 +408,7 @@ class LaunchedJob(ForkedJob):
 
 
 class RestartedJob(LaunchedJob):
-    """One attempt of a launcher that starts all ranks again by itself; the next attempt is the next job."""
+    """One attempt of a launcher that restarts all ranks by itself; the next attempt is the next job."""
 
     def __init__(self, framework: str, directory: Path, ranks: int, launcher: str) -> None:
         self._log, self._past, self._forced = directory / "log.job", set(self._in_files(directory, ranks)), 0
@@ -459,7 +459,7 @@ def _started(framework: str, directory: Path, ranks: int, launcher: str, last: F
 
 
 class _Run:
-    """A training, started until it has ended."""
+    """A training, which is started again and again until it has ended."""
 
     def __init__(self, directory: Path, ranks: int, just_in_time: bool, shards: int) -> None:
         self.directory, self.ranks = directory, ranks
@@ -478,12 +478,12 @@ class _Run:
         return [int(value) for moment, value in self.notes() if moment in ("step", "window")]
 
     def steps_over(self) -> int:
-        """Return how often a start has stepped over a checkpoint, because three before it had ended at once."""
+        """Return how often a start has skipped a checkpoint, because three starts before it had ended at once."""
         return self._said("skipped the checkpoint")
 
     @property
     def was_warned(self) -> bool:
-        """Whether a resume has said that it may come to other bits."""
+        """Whether a resume has warned that it may not be exact."""
         return self._said("is not guaranteed to be exact") > 0
 
     def _said(self, words: str) -> int:
@@ -495,7 +495,7 @@ class _Run:
         return all((self.directory / f"end.{rank}").exists() for rank in range(self.ranks))
 
     def wait(self, condition: Any) -> bool:
-        """Wait for it; return false if for long no rank has noted anything."""
+        """Wait for a condition; return False if no rank has noted anything for ``HANG_SECONDS``."""
         self._changed = (time.monotonic(), -1)
         while not condition():
             files = [self.directory / f"notes.{rank}" for rank in range(self.ranks)]
@@ -509,7 +509,7 @@ class _Run:
 
 
 def _close_hanging(job: ForkedJob, directory: Path) -> None:
-    """Write down where everything stands, and end it."""
+    """Write the stacks of all ranks to logs, and end the job."""
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     with (directory / "hang.log").open("a") as log:
         for pid in job.pids if spy else []:
@@ -542,21 +542,21 @@ def campaign(
     just_in_time: bool = False,
     shards: int = 1,
 ) -> Any:
-    """Interrupt runs so many times; return what came of it.
+    """Interrupt runs so many times; return the outcome.
 
     Args:
         framework: One of ``FRAMEWORKS``.
-        directory: For all files; must not exist.
-        interruptions: How many.
-        seed: Of what is done, and when.
+        directory: Directory for all files; must not exist.
+        interruptions: Number of interruptions.
+        seed: Seed of what is done, and when.
         launcher: One of ``LAUNCHERS``.
         ranks: Processes of each run.
         just_in_time: Kill one rank at a time, in a step, and let the others save.
-        shards: In how many the ranks of Lightning divide the model, each on several ranks (HSDP).
+        shards: Number of shards of the model, each on several ranks (Lightning, HSDP).
 
     Returns:
-        A dictionary: interruptions, runs, hangs, runs with other bits of which no resume or one has warned, ranks that
-        had to be killed; and by kind and by moment of the interruption the batches that were lost each time.
+        A dictionary: interruptions, runs, hangs, runs that ended with different bits without and with a warning, ranks
+        that had to be killed; and, by kind and by moment of the interruption, the batches that were lost each time.
     """
     for module in FRAMEWORKS[framework] if launcher == "fork" else []:
         importlib.import_module(module)
@@ -627,7 +627,7 @@ def campaign(
 
 
 def _interrupt(job: ForkedJob, run: _Run, chance: random.Random, ranks: int, *, just_in_time: bool) -> str:
-    """Send something to somebody, perhaps twice; return what that was."""
+    """Send a signal to one or more ranks, perhaps twice; return a description of that."""
     if just_in_time:
         target = chance.randrange(ranks)
         job.send(signal.SIGKILL, [job.pids[target]])
@@ -645,7 +645,7 @@ def _interrupt(job: ForkedJob, run: _Run, chance: random.Random, ranks: int, *, 
         return f"{name} to {to}"
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0.0, 0.7))
-    else:  # while it saves because of the first one
+    else:  # while a rank saves because of the first signal
         until = time.monotonic() + 5.0
         while time.monotonic() < until and not job.is_over():
             if "save" in [moment for moment, _ in run.notes()[noted:]]:
