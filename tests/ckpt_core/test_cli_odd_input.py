@@ -404,7 +404,7 @@ def test_nothing_is_written_where_a_store_refuses_the_manifest(
     info = type(store).info
 
     def refuse(self: object, path: str, **options: object) -> object:
-        # As a key for some prefix is answered above it: that is no checkpoint, for all that anybody knows.
+        # Credentials for one prefix get this answer above it, where, as far as is known, there is no checkpoint.
         if path.endswith(("/run/c/manifest.json", f"{bucket}/manifest.json")):
             raise PermissionError("Forbidden")
         return info(self, path, **options)

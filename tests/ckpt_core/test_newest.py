@@ -261,7 +261,7 @@ def test_checkpoints_of_other_programs_beside_ours_are_compared_by_step(
             os.utime(info.path, (1e9 + age, 1e9 + age))
         assert [info.step for info in Catalog(tmp_path).checkpoints()] == list(range(8, 0, -1))
         assert newest(tmp_path) == "last.ckpt"
-    assert len(caplog.messages) == 1  # of the reversed ones
+    assert len(caplog.messages) == 1  # only the reversed dates are warned about
 
 
 def test_numbers_in_names_come_before_dates_and_dates_alone_are_told(

@@ -1,4 +1,4 @@
-"""What tells a run to end: how it is written, deadlines, notices, own handlers; and a loop all of whose ranks hear it."""
+"""Requests to end a run: how options are written, deadlines, notices, own handlers; a loop whose ranks end together."""
 
 from __future__ import annotations
 

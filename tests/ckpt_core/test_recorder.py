@@ -328,7 +328,7 @@ def test_a_digest_is_the_same_in_another_process_and_changes_nothing(fork_script
     done = fork_script(code)
     batch = torch.arange(5.0)
     assert int(done.stdout) == digest_batch([batch, "a", {1: 2}])
-    batch.resize_(100)  # raises if the digest used Tensor.numpy()
+    batch.resize_(100)  # would raise if the digest had used Tensor.numpy()
 
 
 def test_one_sample_of_a_large_batch_shows() -> None:

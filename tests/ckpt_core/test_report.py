@@ -166,7 +166,7 @@ def test_what_interruptions_cost_is_counted_from_the_state_that_was_resumed_from
 
     process_of(events, "killed", first)
     process_of(events, "ended", again)
-    process_of(events, "ended", again)  # trained to the end before: nothing was interrupted
+    process_of(events, "ended", again)  # the process before ended normally: nothing was interrupted
     processes = read_events([str(events.path)])
     (interruption,) = interruptions_of(processes)
     assert (interruption.path, interruption.step) == (saved, 1)

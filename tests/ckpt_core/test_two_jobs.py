@@ -459,7 +459,7 @@ def test_the_second_job_deletes_no_file_that_the_first_may_be_writing(server_of:
 
 
 class Store(lease.LeaseStore):
-    """Keeps objects in a dictionary; ``error``, if set, is raised by every operation."""
+    """Keeps objects in a dictionary; ``error``, if set, is raised by ``put`` and ``delete``."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -25,7 +25,7 @@ from tests.ckpt_async.consistent_cut.processes import (
     WorkerProcess,
 )
 
-# A process that waits for one of these would send it again.
+# These are never lost for good: a process that waits for one of them would send it again.
 SENT_AGAIN = ("Hello", "Welcome", "Takeover", "Position")
 
 

@@ -1,4 +1,4 @@
-"""Simpler schemes, which are used in place of consistent cuts, fail by the same oracle in the same simulation."""
+"""Simpler schemes, used in place of consistent cuts: the same oracle finds their errors, in the same simulation."""
 
 from __future__ import annotations
 

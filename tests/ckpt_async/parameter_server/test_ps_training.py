@@ -216,7 +216,7 @@ def test_a_shard_reads_the_optimizers_of_its_blocks_only(
     monkeypatch.setattr(CutCheckpoint, "participant", note)
     for rank, server in enumerate(training.servers):
         with training.coordinator.store.newest() as checkpoint:  # type: ignore[union-attr]
-            assert read == []  # all are verified, and the coordinator holds none of them
+            assert read == []  # all participants are verified, and none is loaded
             again = ServerState(server.state.parameters, make_optimizer)
             checkpoint.load_into(again, server.table)
         assert read == [rank]
@@ -281,7 +281,7 @@ def test_no_two_starts_have_the_same_generation(tmp_path: Path, monkeypatch: pyt
     with ThreadPoolExecutor(2) as pool:
         claimed = list(pool.map(lambda _: store.claim_generation(), range(2)))
     assert sorted(claimed) == [1, 2]
-    monkeypatch.undo()  # loading what serves a URL lists directories, too, and would wait for somebody else
+    monkeypatch.undo()  # importing a URL's filesystem lists directories, too, and would wait for another thread
     with pytest.raises(CheckpointError, match="pass generation="):
         CutStore("memory://somewhere").claim_generation()
 

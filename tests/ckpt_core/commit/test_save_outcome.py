@@ -394,7 +394,7 @@ def test_a_rank_that_has_missed_saves_waits_for_rank_0_once(series: Any, monkeyp
     monkeypatch.setattr(TimedStore, "wait", count)
     with pytest.raises(RankFailedError, match="rank 0 did not begin the save"):
         save(rank, timeout=0.1)
-    assert sum(waited) == 0  # beyond the time in which it looked what rank 0 saves
+    assert sum(waited) == 0  # beyond the time in which it asked what rank 0 saves
 
 
 def test_a_single_process_needs_no_store() -> None:

@@ -1,4 +1,4 @@
-"""A damaged directory checkpoint is an error that names file and tensor, and changes nothing where it can."""
+"""A damaged directory checkpoint raises an error that names file and tensor, and changes no target if it can."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_damage_names_the_tensor_and_whose_it_is(tmp_path: Path) -> None:
     ]
     path = save_directory(tmp_path / "c", states)
     for name, from_end, key, part in (
-        ("model.safetensors", 1, "model.layer.small", "model"),  # the last one: it does not fill cache lines
+        ("model.safetensors", 1, "model.layer.small", "model"),  # the file's last tensor: it does not fill cache lines
         ("model.safetensors", 20 + 3, "model.layer.big", "model"),
         ("rank-00001-of-00001.safetensors", 1, None, "data"),
     ):

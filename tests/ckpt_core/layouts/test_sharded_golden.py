@@ -50,7 +50,7 @@ def write(path: Path) -> Path:
 
 
 def write_linked(path: Path) -> Path:
-    """Write the same state; of each rank, the file with the ties is that of the save before."""
+    """Write the same state; of each rank, the file of the frozen, tied weight is that of the save before."""
     path.mkdir()
     storage, scratch, reports = LocalStorage(), ScratchBuffers(), []
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""Copies of host memory: every byte arrives, and nothing is written before."""
+"""Copies of host memory: every byte arrives, and nothing is written before that."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_no_file_is_begun_before_the_state_is_copied(monkeypatch: pytest.MonkeyP
     snapshot.take(StateLayout([torch.randn(size) for _ in range(count)]))
     has_begun = []
 
-    def copy(*arguments: Any, **options: Any) -> None:  # which few large tensors are pickled beside
+    def copy(*arguments: Any, **options: Any) -> None:  # with few large tensors, pickling runs alongside this copy
         run_parallel(*arguments, **options)
         has_begun.append(snapshot._taken.is_set())
 

@@ -59,7 +59,7 @@ class Training:
         sizes = {"weight": MIB // 2 + 301, "small": 10} if early else {"weight": MIB // 2 + 300}
         self.weights = {name: torch.nn.Parameter(torch.ones(n, device=self.device)) for name, n in sizes.items()}
         self.optimizer = torch.optim.SGD(self.weights.values(), lr=1.0, momentum=0.5)
-        self.step()  # from here on it is known
+        self.step()  # from here on, the optimizer is known
 
     def step(self, closure: Any = None) -> None:
         for weight in self.weights.values():
@@ -368,7 +368,7 @@ def test_what_a_save_queues_for_tensors_of_odd_sizes_is_no_more_than_for_others(
     assert counts[1] < counts[0] + len(weights) // 2  # not one more for each weight
 
 
-# ---- changes that nobody announces -----------------------------------------------------------------------------------
+# ---- changes that are not announced ----------------------------------------------------------------------------------
 
 
 @pytest.mark.each_value
@@ -649,7 +649,7 @@ def test_a_step_that_is_captured_does_not_wait_for_what_is_not_in_the_graph(
         assert returns(torch.accelerator.current_stream().synchronize, LONGEST_SECONDS)
     finally:
         accelerator.module.resume(side)
-    with pytest.raises(SnapshotTornError):  # this device has done it, as a replay would have
+    with pytest.raises(SnapshotTornError):  # this device has run the step, as a replay would have
         training.checkpointer.close()
 
 

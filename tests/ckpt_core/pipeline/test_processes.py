@@ -118,7 +118,7 @@ def test_killed_in_the_middle_of_a_write_the_old_checkpoint_stays(
     path = tmp_path / "last.ckpt"
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save({"old": 1}, path)
-    # Two files: an orphan of each process, none of the one before.
+    # Two files: the old checkpoint and the orphan of this process; the orphan of the process before is removed.
     assert fork_script(STOPPED_IN_THE_MIDDLE, strategy).stdout == "9 True 2\n" * 3
     assert Checkpointer().load(path) == {"old": 1}
     with Checkpointer(strategy="async") as checkpointer:

@@ -1,4 +1,4 @@
-"""Frozen tensors that did not change between two saves are not written again, and every checkpoint is whole alone."""
+"""Frozen tensors, unchanged between two saves, are not written again; every checkpoint is whole without the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.states import assert_same_state
 
 STRATEGIES = ["sync", "async"]
 UNCHANGED = "unchanged"
-STEADY = 2  # saves until what does not change has been written, and is linked
+STEADY = 2  # number of saves until what does not change has been written, and is linked
 
 
 def train_and_save(

@@ -40,7 +40,7 @@ class HeldSave:
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[HeldSave]:
     save = HeldSave(tmp_path / "a")
-    (tmp_path / "a" / "old").mkdir(parents=True)  # the save makes the first in the background
+    (tmp_path / "a" / "old").mkdir(parents=True)  # with parents, as the save creates ``a`` in the background
     yield save
     save.release.set()
     save.checkpointer.close()

@@ -421,7 +421,7 @@ class CountsSamples(DataLoader[Any]):
 
 
 class Restores(DataLoader[Any]):
-    """Like litdata's: states from before a pass are one object in all, and count until a pass is read past its end."""
+    """Like litdata's: states of a pass share one object; a loaded state counts until a pass is read past its end."""
 
     __module__ = "litdata.streaming.dataloader"
 
@@ -494,7 +494,7 @@ def run_passes(tracker: LoaderTracker, begun: Any, first: int, saves: tuple[int,
 def test_streams_with_a_state_continue_also_in_later_passes(name: str, place: tuple[int, int]) -> None:
     reseed(1)
     expected, (state, rng) = run_passes(LoaderTracker(STREAMS[name]()), None, 0, place)
-    for _ in range(2):  # saved by a run that was itself resumed, too
+    for _ in range(2):  # the second time, from what the resumed run has saved
         reseed(99)
         tracker = LoaderTracker(STREAMS[name]())
         assert tracker.check(state) is None

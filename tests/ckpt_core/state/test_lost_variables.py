@@ -617,7 +617,7 @@ def _begin_anew() -> None:
     LEVEL.set(1.0)
     appended.__defaults__[0].clear()  # type: ignore[index]
     counted.calls = 0  # type: ignore[attr-defined]
-    globals()["NOTES"].clear()  # as if nobody did
+    globals()["NOTES"].clear()  # through globals(), so that no source code shows it
     REPLAYS.queue.clear()
     LINES.seek(LINES.truncate(0))
     with torch.no_grad():

@@ -140,7 +140,7 @@ def test_what_decides(source: Source, name: str, value: Any, decides: bool) -> N
         (".phase", "cold", True),
         (of_train("noted[loss]"), 0.5, False),
         (of_train("noted[sum]"), 2, True),
-        (of_train("noted"), {}, True),  # made by no step: what is in it, and is set elsewhere, stays
+        (of_train("noted"), {}, True),  # not created by a step: its items, which are set in other places, stay
         ("._temperature", 0.5, True),  # through its property
         ("._level", 0.5, True),  # through a method that it is passed to
         ("._noted", 0.5, False),

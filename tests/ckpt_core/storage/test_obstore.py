@@ -207,7 +207,7 @@ def test_settings_that_obstore_does_not_follow(
 def test_a_proxy_of_the_environment(server_of: ServerOf, monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
-    options = {**server.options, "backend": "obstore", "default_block_size": 2**20}  # a client of its own is connected
+    options = {**server.options, "backend": "obstore", "default_block_size": 2**20}  # a new client, not a cached one
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
     with pytest.raises(StorageError, match="a proxy in the environment"):
@@ -230,7 +230,7 @@ def test_credentials_are_those_that_s3fs_finds(
     storage: Any = storage_for(path, {"profile": "run", "backend": "obstore"})
     assert type(write(storage, path, CONTENT)) is ObstoreWriter
     assert read(storage, path) == CONTENT
-    # From the environment; and none at all, which is the client's to tell.
+    # Credentials from the environment; and then none at all, which is an error.
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     options = {"endpoint_url": server.endpoint, "backend": "obstore"}
@@ -428,7 +428,7 @@ def test_an_answer_in_the_place_of_the_stores_is_no_answer(backend: str, size: i
                 try:
                     write(faulty, path, content)
                 except StorageError:
-                    # obstore does not ask again, but knows that it was no answer; what the last act did, nobody knows.
+                    # obstore does not ask again, but notices the wrong answer; what the last request did is unknown.
                     assert backend == "obstore"
                     refused += 1
                     content = before if number < count else read(direct, path)

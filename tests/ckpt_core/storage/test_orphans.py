@@ -58,7 +58,7 @@ def test_only_uploads_that_have_been_silent_are_deleted(kind: str, server_of: Ca
     assert storage.exists(f"{root}/living.ckpt")
 
 
-# ---- by whoever saves there next -------------------------------------------------------------------------------------
+# ---- deleted by the next save there ----------------------------------------------------------------------------------
 
 
 def leave_upload(server: Server, root: str, name: str, *, parts: bool = True) -> str:

@@ -39,7 +39,7 @@ def is_pausing() -> bool:
     """Return whether a server waits because it could not accept a connection."""
     for frame in sys._current_frames().values():
         calls = [called.f_code.co_name for called, _ in traceback.walk_stack(frame)]
-        if calls[:3] == ["wait", "wait", "_accept"]:  # of the condition, and of the event that has it
+        if calls[:3] == ["wait", "wait", "_accept"]:  # of the condition, and of the event that holds it
             return True
     return False
 

@@ -414,7 +414,7 @@ def test_a_run_that_begins_while_runs_are_cleaned_up_keeps_its_snapshots(tmp_pat
         for each in runs_in_memory(root):
             if each.is_alive or each.delete():
                 continue
-            for thread in threads:  # kept for a run that begins, which need not have come far on a busy machine
+            for thread in threads:  # not deleted, because a run begins, which may not have come far on a busy machine
                 thread.join()
             assert any(other.is_alive for other in runs_in_memory(root))
 

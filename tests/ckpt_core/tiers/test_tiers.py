@@ -329,7 +329,7 @@ def test_a_failed_upload_is_counted_and_made_up_for(setting: Setting, caplog: py
         assert setting.names_here() == ["0"]
         assert setting.names_there() == []
         setting.layout.save(run, setting.here(1), 1)
-        until(lambda: setting.names_there() == ["0", "1"])  # when it ends, a run begins with the newest upload
+        until(lambda: setting.names_there() == ["0", "1"])  # before the end: a closing run uploads the newest first
     assert setting.uploaded() == ["0", "1"], "the failed one is tried again first"
     assert [setting.value_there(step) for step in range(2)] == [0, 1]
     failed = [event for event in setting.events if isinstance(event, UploadFailed)]
