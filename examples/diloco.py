@@ -86,12 +86,12 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
     whole = [loop.global_parameters(), loop.outer_state(), inner.state_dict(), torch.get_rng_state()]
     for name, tensor in tensors(whole):
         digest.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
-    print(f"worker {rank} ends with {digest.hexdigest()}\n", end="", flush=True)  # in one piece
+    print(f"worker {rank} ends with {digest.hexdigest()}\n", end="", flush=True)  # in one write
     dist.destroy_process_group()
 
 
 def violations(path: str) -> list[str]:
-    """What a checkpoint's shared parameters say was used, against what its workers say."""
+    """Return where a checkpoint's shared parameters and its workers disagree on which batches were used."""
     with DirectoryCheckpointer().load(path) as opened:
         used = opened.load("model")["used"].tolist()
         states = [opened.load("worker", rank=rank)["state"] for rank in range(opened.world_size)]

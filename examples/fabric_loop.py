@@ -3,7 +3,7 @@
     python fabric_loop.py --output runs/fabric --steps 60
     python fabric_loop.py --output runs/fabric --steps 60    # resumes from the newest checkpoint that verifies
 
-On SIGTERM it saves after the step and ends with the exit status 143; several ranks do so after the same one.
+On SIGTERM it saves after the step and ends with the exit status 143; several ranks do so after the same step.
 
 Fabric leaves the state to its user, so exactness is up to the loop: this one saves the random generators and draws its
 batches from them.

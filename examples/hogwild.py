@@ -1,10 +1,9 @@
 """Hogwild: several processes change one shared model without locks, and checkpoints are exact all the same.
 
     python hogwild.py --output runs/hogwild --workers 3
-    python hogwild.py --output runs/hogwild --workers 2    # after a crash or a kill: resumes, with any number of
-    workers
+    python hogwild.py --output runs/hogwild --workers 2    # after a crash or a kill: resumes, with any number of them
 
-The model counts in itself how often each batch was used: the judge of whether any was lost or repeated.
+The model itself counts how often each batch was used, which shows whether any was lost or repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Model(nn.Module):
     def __init__(self, batches: int) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 256), nn.Dropout(0.1), nn.Tanh(), nn.Linear(256, 1))
-        # a number for each batch, changed by nobody but the worker that has the batch
+        # a number for each batch, changed only by the worker that has the batch
         self.register_buffer("used", torch.zeros(STREAMS * batches))
 
 
@@ -94,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def violations(path: str) -> list[str]:
-    """What a checkpoint's model says was used, against what its workers say."""
+    """Return where a checkpoint's model and its workers disagree on which batches were used."""
     with DirectoryCheckpointer().load(path) as opened:
         used = opened.load("model")["used"].tolist()
         places = dict(pair for state in opened.load("workers") for pair in state["cursor"]["position"])

@@ -68,7 +68,7 @@ class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """One transformer layer: causal self-attention, then a perceptron, each beside a residual path."""
+    """One transformer layer: causal self-attention, then a perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -184,10 +184,10 @@ class StepLog(Callback):
 
 
 class LoggedTorchCheckpointIO(TorchCheckpointIO):
-    """Lightning's own plugin, whose saves are logged as ours are, to compare with.
+    """Lightning's own plugin, whose saves are logged like ours, for comparison.
 
     Args:
-        event_log: The file.
+        event_log: Path of the log file.
     """
 
     def __init__(self, event_log: str) -> None:
@@ -205,7 +205,7 @@ class LoggedTorchCheckpointIO(TorchCheckpointIO):
 
 
 def sha256(value: Any) -> str:
-    """SHA-256 over everything in a nested state: structure, plain values, and the bytes of all tensors."""
+    """Return the SHA-256 of a nested state: structure, plain values, and the bytes of all tensors."""
     digest = hashlib.sha256()
 
     def update(part: Any) -> None:
@@ -227,7 +227,7 @@ def sha256(value: Any) -> str:
 
 
 def build_trainer(options: argparse.Namespace) -> L.Trainer:
-    """The Trainer with exact, asynchronous checkpoints."""
+    """Return the Trainer with exact, asynchronous checkpoints."""
     directory = options.output / "checkpoints"
     saving = {"dirpath": directory, "every_n_train_steps": options.every_n_steps, "save_top_k": 1, "save_last": True}
     callbacks: list[Callback] = [StepLog(options.output)]
@@ -239,7 +239,7 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
     elif options.strategy_io == "sync":
         callbacks.append(ResumableCheckpoint(**saving))
         plugins.append(SyncCheckpointIO(**logs))
-    else:  # what Lightning does by itself, to compare with
+    else:  # what Lightning does by itself, for comparison
         callbacks.append(ModelCheckpoint(**saving))
         if options.event_log is not None:
             plugins.append(LoggedTorchCheckpointIO(options.event_log))

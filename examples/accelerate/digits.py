@@ -1,4 +1,4 @@
-"""What both training scripts beside it train: a small network on scikit-learn's handwritten digits."""
+"""The model and data of both training scripts here: a small network on scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def network() -> nn.Module:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """The same for the same bits only."""
+    """Return a digest of the weights, which is the same only for the same bits."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     return hashlib.sha256(weights).hexdigest()

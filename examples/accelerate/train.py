@@ -1,12 +1,12 @@
-"""A plain Accelerate script, written without a thought of this project: not one line here is for it.
+"""A plain Accelerate script: not one line of it is for this project.
 
 pip install scikit-learn  # the data
 accelerate launch train.py --output_dir runs/stock
 accelerate launch -m accelerate_ckpt --strategy async train.py --output_dir runs/ours
 accelerate launch -m accelerate_ckpt --strategy async train.py --output_dir runs/ours --resume_from runs/ours/step_60
 
-Interrupt the second one and resume with the third: it ends with the weights of a run that was never interrupted.
-Without the flag it does not, because what Accelerate saves is not enough for that.
+Interrupt the second command and resume with the third: it ends with the weights of a run that was never interrupted.
+Without ``-m accelerate_ckpt`` it does not, because what Accelerate saves is not enough for that.
 """
 
 from __future__ import annotations

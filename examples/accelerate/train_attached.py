@@ -1,4 +1,4 @@
-"""The same training in a script that asks for our checkpoints, and resumes from the newest one by itself.
+"""The same training, in a script that attaches our checkpoints itself and resumes from the newest one.
 
 accelerate launch train_attached.py --project_dir runs/attached
 accelerate launch train_attached.py --project_dir runs/attached    # after a crash: the same command
@@ -20,7 +20,7 @@ from accelerate_ckpt import attach
 
 
 class Progress:
-    """Counts epochs and batches, and is saved with the rest: what to skip then needs no bookkeeping by file names."""
+    """Counts epochs and batches, and is saved with the rest, so what to skip need not be read from file names."""
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -42,7 +42,7 @@ def network() -> GPT2LMHeadModel:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """The same for the same bits only."""
+    """Return a digest of the weights, which is the same only for the same bits."""
     weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     return hashlib.sha256(weights).hexdigest()
 

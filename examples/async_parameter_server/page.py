@@ -1,4 +1,4 @@
-"""The page about a run of the example: one file, which loads nothing."""
+"""Builds the page about a run of the example: one file, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ td, th { border: 1px solid #ccc; padding: .3em .8em; text-align: center } td:fir
 
 
 def build_page(svg: str, tables: Mapping[str, Sequence[Sequence[object]]], words: str) -> str:
-    """The page's text.
+    """Return the HTML of the page.
 
     Args:
         svg: The diagram.
-        tables: By title: rows, each a name and how often Data-1, Data-2, ... are in at the end.
-        words: Where each stream resumes, in words.
+        tables: By title: rows, each a name and how often Data-1, Data-2, ... have been used at the end.
+        words: Where each stream resumes, as text.
     """
     body = "\n".join(f"<h3>{html.escape(title)}</h3>{_table(rows)}" for title, rows in tables.items())
     return f"""<!doctype html>

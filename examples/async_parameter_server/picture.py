@@ -1,4 +1,4 @@
-"""The space-time diagram: a line for each process, an arrow for each message, and the cut through all of them."""
+"""Draws the space-time diagram: a line for each process, an arrow for each message, and the cut through all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEGEND = {
 
 
 class Diagram:
-    """Draws what was noted down of one life of the training.
+    """Draws the trace of one life of the training, from its start to its end or kill.
 
     Args:
         notes: From :func:`tracing.read_trace`.
@@ -46,7 +46,7 @@ class Diagram:
         self.cut = self._find_cut()
 
     def _find_cut(self) -> dict[str, float]:
-        """When each process was cut: a worker before its first marker, a server at the first sign of the snapshot."""
+        """Return when each process was cut: a worker before its first marker, a server at the snapshot's first sign."""
         cut: dict[str, float] = {}
         for note in self._notes:
             if note["snapshot"] != self._snapshot:
@@ -60,7 +60,7 @@ class Diagram:
         return cut
 
     def messages(self) -> list[tuple[Mapping[str, Any], float, float]]:
-        """Each message that arrived: a note of it, when it was sent, and when it was received."""
+        """Return each message that arrived: a note of it, when it was sent, and when it was received."""
         sent: dict[tuple[Any, ...], float] = {}
         found = []
         for note in self._notes:
@@ -79,7 +79,7 @@ class Diagram:
         return found
 
     def colour(self, note: Mapping[str, Any], received: float) -> str:
-        """What a message is, seen from the cut."""
+        """Return the colour of a message, by its place relative to the cut."""
         if note["kind"] == "pulled":
             return QUIET
         if note["kind"] in {"Marker", "Begin"}:
@@ -89,7 +89,7 @@ class Diagram:
         return FOLDED if received > self.cut[note["receiver"]] else BEFORE
 
     def draw(self) -> plt.Figure:
-        """The picture."""
+        """Return the picture."""
         figure, axes = plt.subplots(figsize=(13, 6.2), layout="constrained")
         heights = {lane: len(LANES) - position for position, lane in enumerate(LANES)}
         for lane, height in heights.items():

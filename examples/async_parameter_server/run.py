@@ -2,10 +2,10 @@
 
     python examples/async_parameter_server/run.py --output async_demo
 
-Real processes over sockets. While they train, each of them saves for itself by its own clock, and one checkpoint is
-taken that is a consistent cut. All are killed with SIGKILL. Both are judged by the tallies inside the model, and the
-training resumes from the cut to its end. Writes ``picture.png`` and ``page.html``. Exits with 1 unless the cut is right
-and the naive way is not.
+Real processes, connected by sockets. While they train, each of them saves for itself by its own clock (the naive way),
+and one checkpoint is taken that is a consistent cut. All are killed with SIGKILL. Both ways are judged by the tallies
+inside the model, and the training resumes from the cut to its end. Writes ``picture.png`` and ``page.html``. Exits with
+1 unless the cut is right and the naive way is wrong.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Life:
         return process
 
     def train_and_kill(self) -> None:
-        """Ask for a checkpoint on the way; kill everybody when it is there and some more was trained."""
+        """Request a checkpoint during the training; kill all processes once it is committed and training went on."""
         store = CutStore(self._directory / "checkpoints")
         self._wait(lambda: self._count.value >= CUT_AFTER)
         self._due.set()
@@ -82,7 +82,7 @@ class Life:
             process.join()
 
     def train_to_the_end(self) -> None:
-        """Return when all processes have ended well."""
+        """Wait until all processes have ended well."""
         self._wait(lambda: not any(process.is_alive() for process in self._processes))
         codes = [process.exitcode for process in self._processes]
         if any(codes):
@@ -97,7 +97,7 @@ class Life:
 
 
 def naive_result(directory: Path) -> tuple[list[list[Any]], dict[str, float]]:
-    """What each server would hold at the end if all resumed from what they had saved for themselves, and when."""
+    """Return each server's tallies at the end if all resumed from what they had saved for themselves, and when."""
     saved = {name: json.loads((directory / "naive" / f"{name}.json").read_text()) for name in (*SERVERS, *WORKERS)}
     positions = {stream: saved[name]["state"][0] for stream, name in enumerate(WORKERS)}
     again = [
@@ -115,7 +115,7 @@ def naive_result(directory: Path) -> tuple[list[list[Any]], dict[str, float]]:
 
 
 def tallies(store: CutStore) -> tuple[list[list[Any]], Any]:
-    """What the servers' tallies say in the newest checkpoint, and its cut."""
+    """Return the servers' tallies in the newest checkpoint, and its cut."""
     newest = store.newest()
     assert newest is not None
     with newest:

@@ -1,4 +1,4 @@
-"""Notes down every message that is sent and received, for the picture."""
+"""Records every message that is sent or received, for the picture."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class TracingTransport:
     """Passes everything on to another transport, and appends a line to a file for each message.
 
     Args:
-        inner: Does the work.
-        directory: Where the file goes.
+        inner: The transport that does the work.
+        directory: Directory for the file.
     """
 
     def __init__(self, inner: Transport, directory: Path) -> None:
@@ -75,7 +75,7 @@ class TracingTransport:
 
 
 def read_trace(directory: Path) -> list[dict[str, Any]]:
-    """All notes, in the order of their time; a line that a kill has cut off is left out."""
+    """Return all notes in the order of their time, without lines that a kill has cut off."""
     notes = []
     for file in sorted(directory.glob("*.jsonl")):
         notes += [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,8 +1,8 @@
-"""Two parameter servers and three workers train on Data-1 to Data-9; what each of them does.
+"""What each of two parameter servers and three workers does while they train on Data-1 to Data-9.
 
 Worker 1 has Data-1, 4 and 7, worker 2 has Data-2, 5 and 8, worker 3 has Data-3, 6 and 9: a *stream* of three batches
-each. The model carries two tallies besides its weights, one on each server: the update itself adds one for the data it
-was computed from, as it changes the weights. So the model's state tells which data are in it.
+each. In addition to its weights, the model has two tallies, one on each server: an update adds one for the data it was
+computed from, just as it changes the weights. So the model's state shows which data it was trained on.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def make_optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
 
 
 def data_number(update: UpdateId) -> int:
-    """Which data a batch is: 0 for Data-1."""
+    """Return the number of a batch's data: 0 for Data-1."""
     return (update.seq - 1) * len(WORKERS) + update.stream
 
 
 def compute_gradients(model: TallyModel, number: int) -> None:
-    """Leave the gradients of the loss on one batch in the model, and for the tallies minus one."""
+    """Leave the gradients of the loss on one batch in the model; in the tallies, that of the batch is minus one."""
     generator = torch.Generator().manual_seed(number)
     inputs = torch.randn(8, 4, generator=generator)
     model.zero_grad()
@@ -63,7 +63,7 @@ def compute_gradients(model: TallyModel, number: int) -> None:
 
 
 def coordinate(directory: Path, transport: Transport, started: Callable[[str], None], due: threading.Event) -> None:
-    """Take a checkpoint when it is asked for, and one at the end."""
+    """Run the coordinator: take a checkpoint when it is requested, and one at the end."""
     coordinator = TrainingCoordinator(
         transport, directory / "checkpoints", streams=len(WORKERS), shards=SERVERS, workers=WORKERS, every=3600.0
     )
@@ -78,7 +78,7 @@ def coordinate(directory: Path, transport: Transport, started: Callable[[str], N
 
 
 def serve(directory: Path, transport: Transport, coordinator: str) -> None:
-    """Be a server; save now and then without asking anybody, too."""
+    """Run a server, which also saves now and then on its own, in the naive way."""
     server = ParameterServer(transport, coordinator, TallyModel(), make_optimizer)
 
     def tallies() -> list[float]:
@@ -91,7 +91,7 @@ def serve(directory: Path, transport: Transport, coordinator: str) -> None:
 
 
 def work(directory: Path, transport: Transport, coordinator: str, pushed: Callable[[], None]) -> None:
-    """Be a worker; save now and then without asking anybody, too."""
+    """Run a worker, which also saves now and then on its own, in the naive way."""
     model = TallyModel()
     client = ParameterClient(transport, coordinator, model, batches=ROUNDS)
     save_naively(directory, transport.name, lambda: list(client.position.values()))
@@ -105,7 +105,7 @@ def work(directory: Path, transport: Transport, coordinator: str, pushed: Callab
 
 
 def save_naively(directory: Path, name: str, state: Callable[[], object]) -> None:
-    """What everybody does first: each process saves what it has, by its own clock."""
+    """Save in the naive way: each process saves what it has, by its own clock."""
     path = directory / "naive" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -47,14 +47,14 @@ _RECORDS = ("changed", "recorder", "variables")
 
 
 def without_records(state: Any) -> Any:
-    """What a checkpoint notes of the run that saved it, times of day among it, is compared by a resume and not here."""
+    """Return a state without records of the run that saved it, such as times: a resume compares them, not this demo."""
     if isinstance(state, dict):
         return {name: without_records(value) for name, value in state.items() if name not in _RECORDS}
     return [without_records(value) for value in state] if isinstance(state, list) else state
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Whether two leaves are equal to the last bit; a NaN equals the same NaN."""
+    """Return whether two leaves are equal to the last bit; a NaN equals the same NaN."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         if left.dtype != right.dtype or left.shape != right.shape:
             return False
@@ -64,7 +64,7 @@ def same_bits(left: Any, right: Any) -> bool:
 
 
 def difference(left: dict[str, Any], right: dict[str, Any]) -> str:
-    """Say how two flat states differ, or nothing."""
+    """Return how two flat states differ, or an empty text."""
     if left.keys() != right.keys():
         return f"only in one of them: {sorted(left.keys() ^ right.keys())[:3]}"
     unequal = [name for name in left if not same_bits(left[name], right[name])]
@@ -80,7 +80,7 @@ def difference(left: dict[str, Any], right: dict[str, Any]) -> str:
 
 
 def describe(flat: dict[str, Any]) -> str:
-    """How much there is in a flat state."""
+    """Return as text how much there is in a flat state."""
     tensors = [leaf for leaf in flat.values() if isinstance(leaf, torch.Tensor)]
     size = sum(tensor.nbytes for tensor in tensors) / 1e6
     return f"{len(tensors)} tensors, {size:.1f} MB" if size >= 0.1 else f"{len(flat)} values"
@@ -140,12 +140,12 @@ def repetitions(count: int) -> str:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """The result that the training script wrote at its end."""
+    """Return the result that the training script wrote at its end."""
     return dict(json.loads((run / "result.json").read_text()))
 
 
 def table(rows: list[Row], left: str, right: str) -> str:
-    """The comparison as a table of text."""
+    """Return the comparison as a table of text."""
     cells = [("", left, right, "same bits")]
     cells += [(row.part, row.left, row.right, "yes" if row.equal else f"NO: {row.difference}") for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]

@@ -23,7 +23,7 @@ class TrainingJob:
 
     Args:
         directory: The run's directory; the output of all ranks is appended to ``console.log`` there.
-        arguments: Arguments of the training script besides its directory and event log.
+        arguments: Arguments of the training script, in addition to its directory and event log.
     """
 
     def __init__(self, directory: Path, arguments: list[str]) -> None:
@@ -47,7 +47,7 @@ class TrainingJob:
         return [word for name, path in places.items() for word in (f"--{name}", str(path))]
 
     def _end_with_the_driver(self) -> None:
-        """A session of its own would outlive a driver that is interrupted."""
+        """Kill the job if it still runs: in its own session, it would outlive a driver that is interrupted."""
         if self.running():
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -59,11 +59,11 @@ class TrainingJob:
                 log.flush()
 
     def running(self) -> bool:
-        """Whether the first rank still runs."""
+        """Return whether the first rank still runs."""
         return self._process.poll() is None
 
     def wait_until(self, happened: Callable[[], bool], seconds: float = 180, poll_seconds: float = 0.0005) -> bool:
-        """Poll until something happened; False when the job ended before.
+        """Poll until ``happened`` returns True; return False if the job ended before.
 
         Raises:
             TimeoutError: It neither happened nor did the job end in time.
@@ -86,13 +86,13 @@ class TrainingJob:
         """
         os.killpg(self._process.pid, signal.SIGKILL)
         killed = time.time()
-        # The output ends only when the last process that holds it is dead, also those that are not our children.
+        # The output ends only when the last process that has it open is dead, including those not our children.
         self._copier.join()
         self._process.wait()
         self._record(killed, aim)
 
     def finish(self, seconds: float = 300) -> None:
-        """Wait for the job's own end.
+        """Wait until the job ends by itself.
 
         Raises:
             RuntimeError: The training failed.
@@ -117,7 +117,7 @@ class TrainingJob:
             log.write(json.dumps(record) + "\n")
 
     def _unfinished_saves(self) -> list[str]:
-        """Paths of the snapshots that were on their way to the disk when this job died."""
+        """Return the paths of the snapshots that were being written to disk when this job died."""
         events = [event for event in read_lines(self.events) if event["time"] >= self.launched]
         return [
             save.path
@@ -127,5 +127,5 @@ class TrainingJob:
 
 
 def published_since(path: str, moment: float) -> bool:
-    """Whether a file was published under this name after the moment, whatever the event log had time to say."""
+    """Return whether a file was published under this name after the moment, even if the event log lacks its commit."""
     return os.path.exists(path) and os.stat(path).st_mtime >= moment

@@ -82,7 +82,7 @@ for (const [id, sentence] of Object.entries(notes)) {{
 
 
 def as_svg(figure: Figure) -> str:
-    """The figure as an SVG element for a page, without the header and the name spaces of a file."""
+    """Return the figure as an SVG element for a page, without the header and the name spaces of a file."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
     element = file.getvalue()
@@ -102,7 +102,7 @@ def as_table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def kill_line(number: int, job: Job, run: Run) -> list[str]:
-    """What one kill hit and what it cost."""
+    """Return the table row of a kill: what it hit and what it cost."""
     successor = run.jobs[run.jobs.index(job) + 1]
     cut = ", ".join(Path(path).name for path in job.during_save)
     return [
@@ -120,7 +120,7 @@ def write_page(path: Path, figure: Figure, notes: Notes, runs: list[Run], rows: 
     """Write the page.
 
     Args:
-        path: Where to.
+        path: Path of the page.
         figure: The picture.
         notes: A sentence about every mark of the picture by its id.
         runs: The uninterrupted and the killed run, and the one with Lightning's own checkpoints.

@@ -46,7 +46,7 @@ class Canvas:
     name: str
 
     def bar(self, row: float, height: float, start: float, end: float, note: str, **style: object) -> None:
-        """A bar between two moments; however short, it stays visible."""
+        """Draw a bar between two moments; however short, it stays visible."""
         left, right = (self.scale * (moment - self.zero) for moment in (start, end))
         patch = Rectangle((left, row - height / 2), right - left, height, **style)
         patch.set_gid(self._note(note))
@@ -226,7 +226,7 @@ def summary(run: Run) -> str:
 
 
 def draw_close_ups(figure: Figure, alone: Run, killed: Run, stock: Run, notes: Notes) -> None:
-    """One save of each kind on the same scale, and the kill that hit a save."""
+    """Draw one save of each kind on the same scale, and the kill that hit a save."""
     stalls = [
         ("a typical save with AsyncCheckpointIO", alone, typical_stall(alone)),
         ("a typical save of Lightning's own", stock, typical_stall(stock)),

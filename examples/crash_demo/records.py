@@ -1,4 +1,4 @@
-"""What one training run left behind, read back from its log files: its jobs, their steps and their saves."""
+"""Reads back what a training run did from its log files: its jobs, their steps and their saves."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ class Run:
 
 
 def typical_stall(run: Run) -> Stall:
-    """The stall with the median duration, of those after the first, which allocates what later ones use again."""
+    """Return the stall with the median duration, without the first, which allocates memory that later ones reuse."""
     stalls = sorted(run.stalls[1:] or run.stalls, key=lambda stall: stall.seconds)
     return stalls[len(stalls) // 2]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON Lines file; none where the file does not exist yet. A line still being written is left."""
+    """Return the records of a JSON Lines file, without a line still being written; none if there is no file yet."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -150,7 +150,7 @@ class LogTail:
 
 
 def pair_events(events: list[dict[str, Any]]) -> list[Save]:
-    """Put the events of an event log together to saves, in the order in which they started."""
+    """Combine the events of an event log into saves, in the order in which these started."""
     saves: list[Save] = []
     for event in events:
         if event["event"] == "SaveStarted":
@@ -183,5 +183,5 @@ def read_run(directory: Path) -> Run:
 
 
 def running_at(moment: float, jobs: list[Job]) -> Job:
-    """The job that ran at a moment: the last one launched before it."""
+    """Return the job that ran at a moment: the last one launched before it."""
     return max((job for job in jobs if job.launched <= moment), key=lambda job: job.launched)

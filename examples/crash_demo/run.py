@@ -1,4 +1,4 @@
-"""Kill a training again and again, resume it each time, and show that it ends with the bits of one that was left alone.
+"""Kill a training again and again, resume it each time, and show that it ends with the bits of an uninterrupted run.
 
     python run.py --output demo_output
 
@@ -41,7 +41,7 @@ def kill_during_save(job: TrainingJob, after_step: int, delay: float) -> bool:
         delay: Seconds between seeing the snapshot and the kill.
 
     Returns:
-        False when the job ended before it took one.
+        False if the job ended before it took a snapshot.
     """
     if not wait_for_step(job, after_step):
         return False
@@ -67,7 +67,7 @@ def kill_during_save(job: TrainingJob, after_step: int, delay: float) -> bool:
 
 
 def kill_at_random(job: TrainingJob, after_step: int, delay: float) -> bool:
-    """Kill the job some time after a step, whatever it is doing then; False when it ended before."""
+    """Kill the job some time after a step, whatever it is doing then; return False if it ended before."""
     if not wait_for_step(job, after_step):
         return False
     time.sleep(delay)
@@ -97,7 +97,7 @@ def train_with_kills(
         arguments: Arguments of the training script.
         kills: Number of kills; the first is repeated until it did hit a save, and each miss counts as a random one.
         steps: Optimizer steps of the training.
-        dice: Where chance comes from.
+        dice: The generator of the random choices.
         writing: How long a save is written in the background, in seconds.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Ray Train with Accelerate: workers that die or whose job is killed continue, with as many workers as there are then.
+"""Ray Train with Accelerate: training continues after a worker or the whole job is killed, on any number of workers.
 
     python examples/ray/train_accelerate.py --storage runs/ray --workers 2
 
@@ -36,7 +36,7 @@ def train(config: dict[str, Any]) -> None:
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
     kept = ray.train.get_checkpoint() if config["from_ray"] else None
     if kept is None:
-        accelerator.load_state()  # the newest in storage, also after a job of which Ray knows nothing any more
+        accelerator.load_state()  # the newest in storage, even if Ray knows nothing of the job that saved it
     else:
         with kept.as_directory() as directory:
             accelerator.load_state(directory)
@@ -58,11 +58,11 @@ def train(config: dict[str, Any]) -> None:
 
 
 def report(accelerator: Accelerator, path: Path, step: int) -> None:
-    """Save, and give Ray the checkpoint, too: a copy, of which it keeps account."""
+    """Save, and report the checkpoint to Ray, too, which manages a copy of it."""
     accelerator.save_state(path)
     checkpoint = None
     if accelerator.is_main_process:
-        os.listdir(path)  # waits until it is durable, which Ray's copy does not
+        os.listdir(path)  # waits until it is durable; Ray's copying does not
         checkpoint = ray.train.Checkpoint(str(path))
     ray.train.report({"step": step}, checkpoint=checkpoint)
 

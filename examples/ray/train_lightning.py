@@ -1,4 +1,4 @@
-"""Ray Train with Lightning: workers that die or whose job is killed continue, with as many workers as there are then.
+"""Ray Train with Lightning: training continues after a worker or the whole job is killed, on any number of workers.
 
     python examples/ray/train_lightning.py --storage runs/ray --workers 2
 
@@ -23,7 +23,7 @@ from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
 
 
 class Model(pl.LightningModule):
-    """A small network, and data that every worker makes alike."""
+    """A small network, and data that are the same on every worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def train(config: dict[str, Any]) -> None:
     pl.seed_everything(1)
     storage = Path(config["storage"])
     callbacks: list[pl.Callback] = [RayTrainReportCallback()]  # Ray's own: a checkpoint for Ray after each epoch
-    if not config["from_ray"]:  # also between epochs, and found in storage by a job that knows nothing of the last one
+    if not config["from_ray"]:  # also between epochs; a job finds it in storage without knowing of the last one
         callbacks.append(ResumableCheckpoint(storage / "checkpoints", every_n_train_steps=5, resume="auto"))
     trainer = prepare_trainer(
         pl.Trainer(
