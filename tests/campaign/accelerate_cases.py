@@ -119,7 +119,7 @@ def _plateau(env: Any) -> None:
 
 
 class Frozen(torch.nn.Sequential):
-    """Has a module whose mode the model's own counter decides."""
+    """Has a dropout layer whose probability follows the model's own count of calls."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))

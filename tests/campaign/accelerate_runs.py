@@ -1,4 +1,4 @@
-"""How the campaign trains with Accelerate: one script, of which cases replace parts, in one process."""
+"""Trains a case of the campaign with Accelerate: one script, parts of which the case replaces, in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.campaign.judging import Judgement, Outcome, Point, events_of, judge_p
 F = torch.nn.functional
 Env = types.SimpleNamespace
 
-# a batch of -1 is between two epochs, None after what the case does in the middle of an epoch
+# a batch of -1 means between two epochs, None means after the case's ``half``, in the middle of an epoch
 POINTS = (
     Point("middle", (1, 1), (1, 4)),
     Point("last-batch", (1, 5), (2, 2)),
@@ -41,30 +41,30 @@ KILLED = Point("killed", (1, 2), (1, 5), really=True)
 
 
 def net() -> torch.nn.Module:
-    """A small classifier with batch normalisation and dropout."""
+    """Return a small classifier with batch normalisation and dropout."""
     return torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3)
     )
 
 
 def adam(model: torch.nn.Module) -> Any:
-    """The usual optimizer."""
+    """Return the default optimizer of a case."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def cross_entropy(env: Any, batch: Any) -> torch.Tensor:
-    """The usual loss."""
+    """Return the default loss of a case."""
     x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else (batch[0], batch[1])
     return F.cross_entropy(env.model(torch.as_tensor(x).float()), torch.as_tensor(y).long())
 
 
 def nothing(env: Any) -> None:
-    """The usual rest."""
+    """Do nothing: the default of a case's hooks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A script.
+    """A case: the parts of the script that it replaces.
 
     Args:
         loader: Makes the training loader.
@@ -72,7 +72,7 @@ class Case:
         model: Makes the model.
         optimizer: Makes the optimizer, or several.
         schedule: Makes the schedule of an optimizer.
-        loss: Of a batch.
+        loss: Computes the loss of a batch.
         begin: Done once, before ``prepare``.
         prepared: Done once, after ``prepare``.
         epoch: Done at each epoch's start.
@@ -81,14 +81,14 @@ class Case:
         end: Done after each epoch.
         last: Done after training.
         script: Loops itself, with variables of its own, given ``env`` and a :class:`_Loop`.
-        objects: What is registered for checkpointing besides the script's counters.
-        skips: How the script leaves out what it had: ``function``, ``method``, ``continue``; or not at all.
-        loops: How it loops: ``for``, ``iterator``, ``endless``.
+        objects: Objects registered for checkpointing, in addition to the script's counters.
+        skips: How a resumed script skips the batches that it had: ``method``, ``continue``, or not at all (empty).
+        loops: How it loops: ``for``, ``iterator``, ``progress``.
         steps_schedule: ``step`` or ``epoch``.
-        break_engine: What the engine is made to do wrong when it resumes.
+        break_engine: Makes the engine do something wrong in a resume.
         needs: Packages that it needs.
         clips: Whether it clips gradients.
-        batches: Of an epoch.
+        batches: Number of batches in an epoch.
     """
 
     loader: Callable[[], Any] = lambda: DataLoader(Items(), batch_size=8, shuffle=True)
@@ -193,7 +193,7 @@ def enumerated(loader: Any) -> Iterator[Any]:
 
 
 class _Loop:
-    """What a script with variables of its own does in its loops."""
+    """The loops of a script that has variables of its own."""
 
     def __init__(self, env: Any, skip: int, saved: Any) -> None:
         self._env, self._skip, self.saved = env, skip, saved
@@ -236,12 +236,12 @@ class _Loop:
 
 
 def _note(variables: Mapping[str, Any], place: str) -> None:
-    """Note a script's variables after a step, or an epoch: an alarm is no false one if what it names is another one."""
+    """Note a script's variables after a step or an epoch: a warning is not false if a variable it names differs."""
     noted = _hidden.run.outcome.attributes.setdefault("end", {"variables": {}})["variables"]
     noted.update({f"{name}, {place}": sha(one) for name, one in variables.items() if name not in ("env", "do")})
 
 
-# in no variable and no object, because those that training changes are looked at
+# in a module of its own, because a resume looks at variables and objects that training changes
 _hidden: Any = types.ModuleType("hidden")
 
 
@@ -253,11 +253,11 @@ def _script(what: str, point: Point | None) -> Any:
     attach(accelerator, "async" if what == "killed" else "sync", event_log=str(_hidden.run.directory / "events"))
     set_seed(1)
     if what == "resumed":
-        torch.randn(5)  # what else a new process may draw
+        torch.randn(5)  # a new process may draw other numbers first
     env = Env(accelerator=accelerator, progress=Progress(), local={}, schedules=[])
     case.begin(env)
     model, loader = case.model(), case.loader()
-    if device.DEVICE == "simulated":  # torch makes other parameters of a model that is moved there
+    if device.DEVICE == "simulated":  # moving a model there gives it new parameters
         model.to(accelerator.device)
     made = case.optimizer(model)
     optimizers = made if isinstance(made, list) else [made]
@@ -273,7 +273,7 @@ def _script(what: str, point: Point | None) -> Any:
         if case.break_engine is not None:
             case.break_engine(env)
         skip = env.progress.batch
-        if skip == case.batches:  # of whole epochs, as the documentation says
+        if skip == case.batches:  # of a whole epoch: continue with the next, as documented
             env.progress.epoch, env.progress.batch, skip = env.progress.epoch + 1, 0, 0
     progress = env.progress
     if case.script is not None:
@@ -344,5 +344,5 @@ def train(case: Case, points: Sequence[Point], what: str, directory: Path, point
 
 
 def judge(case: Case, directory: Path, points: Sequence[Point] = POINTS) -> dict[str, Judgement]:
-    """Return what became of the resume from each point that the script passes."""
+    """Return the judgement of the resume from each point that the script passes."""
     return judge_points(functools.partial(train, case, points), points, directory)

@@ -33,7 +33,7 @@ class Items(Dataset[Any]):
 
 
 def collates_and_counts() -> Any:
-    """A loader whose ``collate_fn`` counts its calls."""
+    """Return a loader whose ``collate_fn`` counts its calls."""
     calls = 0
 
     def collate(items: Any) -> Any:
@@ -46,7 +46,7 @@ def collates_and_counts() -> Any:
 
 
 class Jitter:
-    """Has a generator of its own."""
+    """A transform with a generator of its own."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(11)
@@ -70,7 +70,7 @@ class Transformed(Dataset[Any]):
 
 
 class CountsEpochs(Items):
-    """Counts its epochs by what it is asked for."""
+    """Counts its epochs by the reads of its first sample."""
 
     passes = -1
 
@@ -82,7 +82,7 @@ class CountsEpochs(Items):
 
 
 class OwnNoise:
-    """What transforms with a generator of their own look like."""
+    """Draws noise, as transforms with a generator or a counter of their own do."""
 
     kinds = ("torch", "numpy", "legacy", "counts", "seeds itself", "global numpy", "python")
 
@@ -112,15 +112,14 @@ class OwnNoise:
 
 
 class Stream(IterableDataset[Any]):
-    """Samples one after the other.
+    """A stream of samples.
 
     Args:
         kind: ``plain``; ``counts``, in an order that depends on how often it was read; ``epoch``, on ``set_epoch``;
-            ``global``, drawn from the global generators at the beginning of a pass; ``seeds``, from a generator that is
-            made for each pass of a count; ``clock``, from what no process has twice; ``own``, from a generator of its
-            own; ``noise``, with noise of the global generators; ``cursor``, continues where the last pass ended;
-            ``generator``, a Python generator that is kept over passes.
-        length: Of one pass.
+            ``global``, drawn from torch's global generator at the beginning of a pass; ``clock``, from the system's
+            randomness, never twice the same; ``own``, from a generator of its own; ``noise``, with noise of torch's
+            global generator; ``cursor``, continues where the last pass ended.
+        length: Number of samples in a pass.
     """
 
     def __init__(self, kind: str = "plain", length: int = 48) -> None:
@@ -159,7 +158,7 @@ class Stream(IterableDataset[Any]):
 
 
 class StatefulStream(Stream):
-    """One with a state."""
+    """A stream with a state."""
 
     position = 0
 
@@ -178,7 +177,7 @@ class StatefulStream(Stream):
 
 
 class Stuck(Stream):
-    """One that begins each pass where a state that was loaded is."""
+    """A stream that begins each pass at the position of the state that was loaded."""
 
     position = begins_at = 0
 
@@ -196,7 +195,7 @@ class Stuck(Stream):
 
 
 class InPlaceSampler(Sampler[Any]):
-    """Shuffles its own list, batches or not."""
+    """Shuffles its own list in place; yields samples, or batches."""
 
     def __init__(self, length: int = 48, batch: int | None = None, kind: str = "list") -> None:
         self.order: Any = np.arange(length) if kind == "array" else list(range(length))
@@ -225,7 +224,8 @@ class BucketBatches(Sampler[Any]):
     """Makes batches of neighbours and yields them in an order of its own.
 
     Args:
-        kind: Where the order is from: ``epoch`` counted by itself, a ``generator`` of NumPy, ``shared``, a class's.
+        kind: Source of the order: ``epoch``, its own count; ``generator``, one of NumPy; ``shared``, one of the class;
+            ``queue``, torch's global generator, with batches left over for the next pass.
     """
 
     shared = random.Random(3)
@@ -255,7 +255,7 @@ class BucketBatches(Sampler[Any]):
 
 
 class Mining(Sampler[Any]):
-    """Draws by weights that it changes itself as it is drawn from."""
+    """Draws by weights that it changes with each draw."""
 
     def __init__(self, length: int = 48) -> None:
         self.weights = torch.ones(length)
@@ -274,8 +274,8 @@ class Growing(Dataset[Any]):
     """A data set that reading changes.
 
     Args:
-        kind: ``order`` rotates its index list at each epoch's first read; ``reads`` counts them; ``cache`` keeps what it
-            has drawn once.
+        kind: ``order`` rotates its index list at each epoch's first read; ``reads`` counts reads; ``drawn`` keeps what
+            it has drawn once.
     """
 
     def __init__(self, kind: str) -> None:

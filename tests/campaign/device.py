@@ -1,4 +1,4 @@
-"""What the campaign trains on: the host, or the accelerator that ``CAMPAIGN_DEVICE`` names: ``cuda``, ``simulated``."""
+"""The device that the campaign trains on: the host, or that of ``CAMPAIGN_DEVICE``: ``cuda``, ``simulated``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HAS_CUDA = DEVICE == "cuda"
 
 
 def begin() -> None:
-    """Set the device up, in the process that trains: one that has used a device cannot be forked."""
+    """Set the device up, in the process that trains: a process that has used a device cannot be forked."""
     if not IS_HOST:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if DEVICE == "simulated":

@@ -1,9 +1,9 @@
 """Trains in forked processes, uninterrupted and resumed, and judges each resume from outside.
 
 A resume is exact if weights, states of optimizers, batches and logged rows are those of the uninterrupted run, bit for
-bit. What is not exact has to be said. The directory of a training that died is what the uninterrupted run had on the
-disk at that moment: it is copied there, which is what SIGKILL leaves of a run that saves synchronously; some trainings
-are killed with a real SIGKILL besides.
+bit. A resume that is not exact must be warned about. The directory of a training that died is a copy of what the
+uninterrupted run had on the disk at that moment, which is what SIGKILL leaves of a run that saves synchronously; some
+trainings are also killed with a real SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Verdicts that must not be.
+#: Verdicts that must not occur.
 BAD = ("SILENT", "FALSE ALARM", "CRASHED", "WRONGLY EQUAL")
-NEVER_RAN = "uninterrupted:"  # what a problem begins with that is not the resume's
-#: A line that is printed where only the script knows whether it matters.
+NEVER_RAN = "uninterrupted:"  # begins a problem of the uninterrupted run, not of a resume
+#: A line that is printed if only the script can know whether it matters.
 _ANNOUNCED = "does not repeat what it does after an epoch"
 _OURS = re.compile(r"this resume (is|cannot|begins)|a resume will not have it")
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Where a run saves what it is resumed from, and where it dies.
+    """Where a run saves the checkpoint that it is resumed from, and where it dies.
 
     Attributes:
-        name: Of the checkpoint.
-        saves: Epoch and batch after which is saved; a negative batch is the end of the epoch, None in its validation.
+        name: Name of the checkpoint.
+        saves: Epoch and batch after which it saves; a negative batch is the end of the epoch, None in its validation.
         dies: Epoch and batch before which the run dies.
-        really: Whether with SIGKILL.
+        really: Whether it dies by SIGKILL.
         leaves_records: Whether the flight recorder's file survives.
     """
 
@@ -94,14 +94,14 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What became of one resume.
+    """The judgement of one resume.
 
     Attributes:
-        verdict: ``exact``, ``said``, ``refused``, or one of :data:`BAD`.
-        wrong: What was not that of the uninterrupted run.
-        recorder: What the recorder said.
-        differs: What differed by it.
-        warned: What was said besides.
+        verdict: ``exact``, ``said`` (warned about), ``refused``, or one of :data:`BAD`.
+        wrong: What differed from the uninterrupted run.
+        recorder: What the recorder reported.
+        differs: What differed according to the recorder.
+        warned: The other warnings.
         problem: The traceback of a crash.
     """
 
@@ -114,7 +114,7 @@ class Judgement:
 
     @property
     def words(self) -> str:
-        """The verdict and what it is made of, in one line."""
+        """The verdict and its reasons, in one line."""
         told = "; ".join(text[:160] for text in [self.recorder, *self.warned] if text)
         wrong = f"[{', '.join(self.wrong)}] " if self.wrong else ""
         return f"{self.verdict}: {wrong}{told or self.problem[-600:]}"
@@ -154,14 +154,14 @@ def compare(base: Outcome, resumed: Outcome, point: str) -> Judgement:
         attributes = base.attributes.get(point, {}), resumed.attributes.get("begun", {})
         for found_there, run in zip(attributes, (base, resumed), strict=True):
             found_there.update(run.attributes.get("end", {}))
-        warned += [text for text in base.warned[before:after] if text in early]  # of this very checkpoint
+        warned += [text for text in base.warned[before:after] if text in early]  # about this very checkpoint
         idle = [text for text in warned if not _is_true(text, *attributes)]
         verdict = "FALSE ALARM" if differs or idle else "exact"
     return Judgement(verdict, wrong, recorder, differs, tuple(warned))
 
 
 def _is_true(text: str, base: Mapping[str, Any], resumed: Mapping[str, Any]) -> bool:
-    """Whether what is said to be lost is indeed another one, though nothing came of it."""
+    """Return whether what a warning calls lost has indeed another value, even if no result differs."""
     if "variables of the script" in text:
         there, here = base.get("variables", {}), resumed.get("variables", {})
         named = {path.partition(".")[0] for path in re.findall(r"`([^`]+)` of ", text)}
@@ -184,7 +184,7 @@ def said_of(caught: Sequence[Any]) -> list[str]:
 
 
 def events_of(path: Path) -> list[Any]:
-    """Return what an event log has of the recorder."""
+    """Return the recorder's comparisons in an event log: message, what differs."""
     if not path.exists():
         return []
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -226,12 +226,12 @@ def sha(value: Any) -> str:
 
 
 def attributes_of(owners: Sequence[Any]) -> dict[str, dict[str, str]]:
-    """Return digests of the attributes of objects."""
+    """Return digests of the attributes of objects, by the names of their classes."""
     return {type(owner).__name__: {name: sha(value) for name, value in vars(owner).items()} for owner in owners}
 
 
 def in_a_fork(work: Callable[[], None], log: Path) -> int:
-    """Run in a forked process; return its exit status, or the signal that killed it, negative."""
+    """Run ``work`` in a forked process; return its exit status, or the signal that killed it, negative."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -251,7 +251,7 @@ def in_a_fork(work: Callable[[], None], log: Path) -> int:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # loading workers of one that was killed
+        os.killpg(pid, signal.SIGKILL)  # the loader's workers of a process that was killed
     return status
 
 
@@ -264,7 +264,7 @@ def judge_points(
         train: Called in a process of its own with ``base``, ``killed`` or ``resumed``, its directory, and the point.
             Writes ``outcome.json`` there; ``base`` also leaves a directory for each point.
         points: Where to save and die.
-        directory: An empty one.
+        directory: An empty directory.
     """
     found: dict[str, Judgement] = {}
     base = directory / "base"
@@ -281,7 +281,7 @@ def judge_points(
             mine.mkdir()
             status = in_a_fork(functools.partial(train, "killed", mine, point), log)
             if status == 0:
-                continue  # it is over before
+                continue  # the training ended before the kill
             if status != -signal.SIGKILL:
                 found[point.name] = Judgement("CRASHED", problem=f"killed: {status}\n{log.read_text()[-3000:]}")
                 continue

@@ -1,4 +1,4 @@
-"""Scripts for Accelerate that keep state of kinds that a list of captured things is likely to forget."""
+"""Scripts for Accelerate that keep state of kinds that a list of captured state is likely to forget."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def generator_of_a_class(env: Any, do: Any) -> None:
 
 
 class Trainer:
-    """What scripts write around the loop."""
+    """A class around the loop, as scripts write it."""
 
     def __init__(self, env: Any, do: Any) -> None:
         self.env, self.do = env, do

@@ -34,7 +34,7 @@ def _scale(module: Any, factor: float) -> None:
 
 
 class Kept(Net):
-    """Uses what a step keeps when an epoch ends."""
+    """The base of these cases: keeps something in each step, and uses it at the end of an epoch."""
 
     def keep(self, loss: float) -> None:
         pass
@@ -223,7 +223,7 @@ class ACachedMethod(Kept):
 
 
 class Begun:
-    """Remembers what it was asked first."""
+    """Caches the first value of its property."""
 
     def __init__(self) -> None:
         self.module: Any = None
@@ -316,7 +316,7 @@ _memo_of_losses: dict[int, float] = {}
 
 
 class MakesLazily(Kept):
-    """Has a property that is made when it is asked for, and a dictionary that only looks like a cache."""
+    """Uses a property that is computed when it is first read, and a dictionary that only looks like a cache."""
 
     def keep(self, loss: float) -> None:
         _memo_of_losses[self.current_epoch] = loss
@@ -327,7 +327,7 @@ class MakesLazily(Kept):
 
 
 class AClearedCache(Kept):
-    """Has a cache for what each step makes anew."""
+    """Has a cache that each step clears and fills again."""
 
     def keep(self, loss: float) -> None:
         _cleared.cache_clear()
@@ -353,7 +353,7 @@ HISTORY: collections.deque[float] = collections.deque(maxlen=8)
 
 
 class ADeque(Kept):
-    """Lowers the learning rate where the last losses do."""
+    """Computes the learning rate from the last losses."""
 
     def keep(self, loss: float) -> None:
         HISTORY.append(loss)
@@ -368,7 +368,7 @@ CRITICS = torch.optim.SGD(CRITIC.parameters(), 1e-2, momentum=0.9)
 
 
 class ACritic(Kept):
-    """Trains a model that is no part of it."""
+    """Trains another model, which is not a part of the module."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         CRITICS.zero_grad()
@@ -426,7 +426,7 @@ class RandomOfTheClass(Kept):
 
 
 class Registry:
-    """What scripts call a singleton."""
+    """A singleton, as scripts write it."""
 
     _instance: ClassVar[Any] = None
 
@@ -565,7 +565,7 @@ class AnUnsavedBuffer(Kept):
 
 
 class Scales(Net):
-    """Scales its loss by hand, with what is no part of the precision plugin."""
+    """Scales its loss by hand, with a scaler that is not the precision plugin's."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -585,7 +585,7 @@ class Scales(Net):
 
 
 class AThread(Kept):
-    """Is told its factor by a thread."""
+    """Gets its factor from a thread of its own."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -664,7 +664,7 @@ class Strengthens(Kept):
 
 
 class Hardest(Sampler[int]):
-    """Begins with what was hard, which the model says in a global."""
+    """Begins with the hard samples, which the model collects in a global."""
 
     def __init__(self, hard: set[int]) -> None:
         self.hard = hard
@@ -701,7 +701,7 @@ _factor = 1.0
 
 
 class Remembers(Kept):
-    """Has a cache that is the same whoever fills it."""
+    """Has caches whose content does not depend on when they are filled."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         n = self.global_step
@@ -774,7 +774,7 @@ class RestoresItsCallback(Callback):
 
 
 class Collected(Kept):
-    """Keeps what each step makes anew."""
+    """Keeps values that each step replaces."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -795,7 +795,7 @@ _last: dict[str, float] = {}
 
 
 class HoldsAPart(Callback):
-    """Whose state_dict leaves out a count, and what is only told."""
+    """A callback whose ``state_dict`` leaves out a count, and a value that is only printed."""
 
     def __init__(self) -> None:
         self.mean, self.count, self.best = 0.0, 0, math.inf

@@ -34,7 +34,7 @@ def _scale(env: Any, factor: float) -> None:
 
 
 class Stops:
-    """Patience, as users write it."""
+    """Early stopping by patience, as users write it."""
 
     def __init__(self, patience: int) -> None:
         self.patience, self.best, self.bad = patience, math.inf, 0
@@ -86,7 +86,7 @@ def _average(make: Callable[[Any], Any], **more: Any) -> Case:
 
 
 def _value(start: Callable[[], Any], change: Callable[[Any, float], Any], use: Callable[[Any, Any], Any]) -> Case:
-    """A script with one variable, that each step changes and each epoch's end uses."""
+    """Return a script with one variable, which each step changes and each epoch's end uses."""
 
     def script(env: Any, do: Any) -> None:
         value = start()

@@ -192,7 +192,7 @@ class OwnGenerator(Net):
 
 
 class Carries(Net):
-    """A hidden state from step to step, that each epoch begins without, as training does."""
+    """Carries a hidden state from step to step; each epoch begins without it, as the training does."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -209,7 +209,7 @@ class Carries(Net):
 
 
 class Collects(Net):
-    """The list of outputs of each epoch, made in the hook."""
+    """Collects the outputs of each epoch in a list that is made in a hook."""
 
     def on_train_epoch_start(self) -> None:
         self.outs: list[torch.Tensor] = []
@@ -224,7 +224,7 @@ class Collects(Net):
 
 
 class Momentum(Net):
-    """A teacher that follows, in some hook."""
+    """Has a teacher that follows the model, in the hook that is given."""
 
     def __init__(self, loader: Any, hook: str) -> None:
         super().__init__(loader)
@@ -263,7 +263,7 @@ class Momentum(Net):
 
 
 class MomentumValidates(Momentum, Validates):
-    """The same, with a validation."""
+    """``Momentum`` with a validation."""
 
 
 class Manual(Net):
@@ -307,7 +307,7 @@ class Gan(Manual):
 
 
 class Optimized(Net):
-    """With another optimizer or schedule."""
+    """Has the optimizer or schedule that ``make`` returns."""
 
     def __init__(self, loader: Any, make: Callable[[Any], Any]) -> None:
         super().__init__(loader)
@@ -318,7 +318,7 @@ class Optimized(Net):
 
 
 class OptimizedValidates(Optimized, Validates):
-    """The same, with a validation."""
+    """``Optimized`` with a validation."""
 
 
 def _adam(model: Any, **settings: Any) -> Any:
@@ -482,7 +482,7 @@ class DataByChance(pl.LightningDataModule):
 
 
 class DataDrawnInSetup(pl.LightningDataModule):
-    """With samples that each start draws anew, before anything is restored."""
+    """Draws its samples again at each start, before anything is restored."""
 
     def setup(self, stage: str) -> None:
         self.samples = random_split(Items(64), [48, 16])[0]
@@ -515,7 +515,7 @@ class Ema(Callback):
 
 
 class EmaWithoutMethods(Callback):
-    """The same without a ``state_dict`` at all."""
+    """``Ema`` without a ``state_dict`` at all."""
 
     def __init__(self) -> None:
         self.average: dict[str, torch.Tensor] = {}
@@ -575,7 +575,7 @@ class Unfreeze(BaseFinetuning):
 
 
 class SearchesInEpochs(LearningRateFinder):
-    """The docstring's: searches again in some epochs."""
+    """The example in the docstring of Lightning: searches again in some epochs."""
 
     def on_fit_start(self, *_: Any) -> None:
         return
@@ -586,7 +586,7 @@ class SearchesInEpochs(LearningRateFinder):
 
 
 class SizesInEpochs(BatchSizeFinder):
-    """The docstring's: scales the batch again in some epochs."""
+    """The example in the docstring of Lightning: scales the batch again in some epochs."""
 
     def on_fit_start(self, *_: Any) -> None:
         return
@@ -611,7 +611,7 @@ class Sized(Net):
 
 
 class Grows(Net):
-    """Gets a layer at the beginning of each epoch, as many as the checkpoint has."""
+    """Adds a layer at the beginning of each epoch, and on loading as many as the checkpoint has."""
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader)

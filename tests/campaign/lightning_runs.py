@@ -1,4 +1,4 @@
-"""How the campaign trains with Lightning: one case in one process."""
+"""Trains a case of the campaign with Lightning, in one process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Case:
         loader: Makes the training loader; None is the model's own.
         callbacks: Makes callbacks.
         trainer: Arguments of the Trainer.
-        break_engine: What the engine is made to do wrong when it resumes.
+        break_engine: Makes the engine do something wrong in a resume.
         needs: Packages that it needs.
         options: Arguments of ``ResumableCheckpoint``.
         datamodule: Makes the datamodule.
@@ -132,7 +132,7 @@ class Rows(Logger):
 
 @dataclasses.dataclass
 class _Run:
-    """What this process does. No attribute of a callback, because what those hold is looked at."""
+    """What this process does; not an attribute of a callback, because a resume looks at what callbacks hold."""
 
     points: Sequence[Point]
     deaths: Sequence[Point]
@@ -142,7 +142,7 @@ class _Run:
     caught: Sequence[Any] = ()
 
 
-# in no variable and no object, because those that training changes are looked at
+# in a module of its own, because a resume looks at variables and objects that training changes
 _hidden: Any = types.ModuleType("hidden")
 
 
@@ -204,7 +204,7 @@ def train(case: Case, points: Sequence[Point], what: str, directory: Path, point
     device.begin()
     pl.seed_everything(7, workers=True, verbose=False)
     if what == "resumed":
-        torch.randn(5)  # what else a new process may draw
+        torch.randn(5)  # a new process may draw other numbers first
     dies_at = [p for p in points if not p.really] if what == "base" else [point] if what == "killed" and point else []
     _hidden.run = _Run(points, dies_at, directory)
     plugin = AsyncCheckpointIO if what == "killed" else SyncCheckpointIO
@@ -254,5 +254,5 @@ def train(case: Case, points: Sequence[Point], what: str, directory: Path, point
 
 
 def judge(case: Case, directory: Path, points: Sequence[Point] = POINTS) -> dict[str, Judgement]:
-    """Return what became of the resume from each point that the training passes."""
+    """Return the judgement of the resume from each point that the training passes."""
     return judge_points(functools.partial(train, case, points), points, directory)

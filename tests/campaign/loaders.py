@@ -52,7 +52,7 @@ def _nodes(kind: str) -> Callable[[], Any]:
         from torch.utils.data import RandomSampler
         from torchdata import nodes
 
-        # what a thread draws comes at a time of its own
+        # without noise: a thread would draw it at an unpredictable time
         items = Items() if kind != "prefetch" else Items(draw=lambda: torch.zeros(8))
         generator = torch.Generator().manual_seed(3) if kind == "generator" else None
         sampler = RandomSampler(items, generator=generator)  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def _litdata(streaming: bool) -> Callable[[], Any]:
         import litdata
         from litdata.streaming.writer import BinaryWriter
 
-        # the campaign forks all processes of a case, and litdata resumes in the same directory alone
+        # the campaign forks all processes of a case, and litdata resumes only in the same directory
         directory, items = f"{tempfile.gettempdir()}/campaign-lit-{os.getppid()}", Items()
         if not os.path.exists(directory):
             writer = BinaryWriter(cache_dir=directory, chunk_size=12)
@@ -248,7 +248,7 @@ def _batches() -> list[Any]:
 
 
 class _Generates:
-    """A loader that is no ``DataLoader`` and shuffles its batches with the global generator."""
+    """A loader that is not a ``DataLoader`` and shuffles its batches with the global generator."""
 
     def __init__(self) -> None:
         self.batches = _batches()

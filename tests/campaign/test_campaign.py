@@ -1,4 +1,4 @@
-"""The campaign in its short form, and what the documentation says that tests show."""
+"""A short campaign, the judgement of warnings, and whether the tests exist that docs/exact_resume.md names."""
 
 from __future__ import annotations
 
