@@ -50,7 +50,7 @@ THREAD_GRACE_SECONDS = 60.0
 #: Timeout of a script. Long, because only scripts that hang should reach it: a busy machine must not fail a test.
 HANG_SECONDS = 280.0
 
-# A shell that runs pytest in the background lets it ignore SIGINT, and nohup lets it ignore SIGHUP. This undoes that.
+# A shell that runs pytest in the background makes it ignore SIGINT, and nohup makes it ignore SIGHUP: undo both.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
@@ -251,7 +251,7 @@ def accelerator(request: pytest.FixtureRequest, unavailable: Callable[[str], NoR
 
 @pytest.fixture
 def anyones_path() -> Iterator[Path]:
-    """Return a directory that every user may reach and write to; only its own user may reach those of pytest."""
+    """Return a directory that every user may reach and write to; pytest's own ones are only for its user."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o777)
         yield Path(directory)

@@ -1,4 +1,4 @@
-"""The shared fixtures do what other tests trust them to do."""
+"""The shared fixtures do what other tests rely on."""
 
 from __future__ import annotations
 

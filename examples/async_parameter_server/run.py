@@ -71,7 +71,7 @@ class Life:
         return process
 
     def train_and_kill(self) -> None:
-        """Request a checkpoint during the training; kill all processes once it is committed and training went on."""
+        """Request a checkpoint during the training; kill all processes once it and some more updates are done."""
         store = CutStore(self._directory / "checkpoints")
         self._wait(lambda: self._count.value >= CUT_AFTER)
         self._due.set()

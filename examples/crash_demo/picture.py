@@ -1,4 +1,4 @@
-"""Draw runs on a time axis: what the training thread did, what was on its way to the disk, and where it was killed.
+"""Draw runs on a time axis: what the training thread did, what was being written to disk, and where it was killed.
 
 Every mark gets a group id and a sentence in :data:`Notes`, so that a page can show it on hover.
 """

@@ -1,4 +1,4 @@
-"""Manifests forged by an attacker, with a right digest: refused with their path, before any tensor is filled."""
+"""Manifests forged by an attacker, with a right digest: refused with a path, before a tensor is read or filled."""
 
 from __future__ import annotations
 

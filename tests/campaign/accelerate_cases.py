@@ -1,4 +1,4 @@
-"""What the campaign trains with Accelerate: each case replaces some lines of the script."""
+"""The cases that the campaign trains with Accelerate: each replaces some lines of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the campaign trains with Lightning: each case is a few lines of what users write."""
+"""The cases that the campaign trains with Lightning: each is a few lines, as users write them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Anneals(Net):
 
 
 class AnnealsByItself(Net):
-    """Weights the loss by what it was weighted by in the epoch before."""
+    """Weights the loss by a factor that each epoch computes from that of the epoch before."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)

@@ -94,7 +94,7 @@ class Case:
     """A training.
 
     Args:
-        model: Makes the model, given what makes its loader.
+        model: Makes the model, given the function that makes its loader.
         loader: Makes the training loader; None is the model's own.
         callbacks: Makes callbacks.
         trainer: Arguments of the Trainer.

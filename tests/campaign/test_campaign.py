@@ -27,10 +27,10 @@ def test_the_tests_that_the_page_about_exact_resumes_names_are_there() -> None:
 @pytest.mark.parametrize(
     ("named", "place", "verdict"),
     [
-        ("state.best", "0 4", "exact"),  # was another one after a step, and then what it would have been
+        ("state.best", "0 4", "exact"),  # differed after a step, if only there
         ("state.best", "0", "exact"),
         ("other", "0 4", "FALSE ALARM"),
-        ("total", "0 4", "exact"),  # a global, which nobody notes
+        ("total", "0 4", "exact"),  # a global, which is not noted: any difference counts
     ],
 )
 def test_an_alarm_is_false_if_what_it_names_was_never_another_one(named: str, place: str, verdict: str) -> None:

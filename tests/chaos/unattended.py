@@ -84,7 +84,7 @@ def _saves_just_in_time(directory: Path, rank: int) -> bool:
     import torch
 
     found = (directory / _JUST_IN_TIME).exists()
-    if found:  # each rank has generators of its own, so that a dead rank's state is nobody else's
+    if found:  # each rank has generators of its own, so that no other rank has the state of a dead one
         torch.manual_seed(rank)
     return found
 

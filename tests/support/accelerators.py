@@ -37,7 +37,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 
 def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callable[[], bool]:
-    """Let tensors from 64 KiB be copied during the training, so late that a step that does not wait for it runs first.
+    """Let tensors from 64 KiB be copied during training, so late that a step that does not wait for them runs first.
 
     For the simulated device.
 

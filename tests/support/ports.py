@@ -21,6 +21,6 @@ def free_port() -> int:
         except OSError:
             holder.close()
             continue
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after bind(), which would share a held port
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only now: bind() would share a held port
         _held.append(holder)
         return int(holder.getsockname()[1])
