@@ -1,6 +1,6 @@
 """Measures what checkpoints cost an asynchronous training: updates per second without any, and with three kinds.
 
-The kinds take turns, beginning with another one each time, so that changes of the machine's speed affect all of them.
+Their runs take turns, beginning with another kind each time, so that changes of the machine's speed affect all of them.
 The spread of the runs without checkpoints is the noise, printed with the differences. CPU time per update depends less
 on the machine: it shows how much work checkpoints cause in the processes.
 """

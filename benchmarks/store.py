@@ -46,7 +46,7 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     home = directory / "server"
     home.mkdir()
     with STARTERS[options.server](home) as server, contextlib.closing(_Objects(server)) as objects:
-        gc.collect()  # a collected client of s3fs is closed on the loop that runs: not to be that of the raw client
+        gc.collect()  # s3fs closes collected clients on the loop that runs, which must not be the raw client's
         with contextlib.closing(_RawClient(server, objects.bucket)) as raw:
             uploads = _uploads(server, objects, raw, state, nbytes)
             figures = {"upload": _rounds(uploads, options.repeats, nbytes, between=objects.delete_replaced)}

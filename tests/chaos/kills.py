@@ -58,7 +58,7 @@ def kill_at(job: Job, aim: str, pace: Pace, place: Place, ranks: int, dice: rand
     elif aim == BETWEEN:
         delay = dice.uniform(pace.start, pace.whole)
     else:
-        # Some saves later, so that the run makes progress. Copies and small files, written at once, are rarer aims.
+        # Some saves later, so that the run makes progress. Copies and small files are over at once: rarer aims.
         passed_over = dice.randint(0, 3)
         event = wait_for_event(job, "SaveCommitted" if aim == RETENTION else "SaveStarted", passed_over, dice)
         if event is None:

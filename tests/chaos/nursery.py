@@ -43,7 +43,7 @@ def main() -> None:
                 os.close(reading)
                 be_rank(order, rank, ranks[0] if ranks else 0, port, writing)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.setpgid(child, ranks[0] if ranks else child)  # the child does, too: one is first
+                os.setpgid(child, ranks[0] if ranks else child)  # as does the child, whichever is first
             ranks.append(child)
         print(json.dumps(ranks), flush=True)
         os.close(writing)

@@ -1,4 +1,4 @@
-"""Lists of what a test's objects have seen, kept where a resume does not search for state that it did not restore."""
+"""Lists of what a test's objects have seen, kept where a resume does not look for state that it has not restored."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _keep(kind: str, home: Path) -> None:
             missing = str(error)
         except (OSError, RuntimeError, subprocess.SubprocessError):
             failure = traceback.format_exc()
-        stack.callback((home / "answer.json").unlink)  # before the lock is released: the next process starts another
+        stack.callback((home / "answer.json").unlink)  # still under the users' lock: the next process starts another
         answer = {"server": server and dataclasses.asdict(server), "missing": missing, "failure": failure}
         (home / "new.json").write_text(json.dumps(answer, default=str))
         os.replace(home / "new.json", home / "answer.json")
