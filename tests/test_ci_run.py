@@ -53,7 +53,9 @@ def test_after_lint_it_says_which_tests_failed(project: Path) -> None:
     told = f"echo '{failing}'; echo 1 failed, 2 passed in 1.0s; false"
     output, _ = start(project, "echo All checks passed", told).communicate(timeout=60)
     closing = "lint passed, tests failed\n1 failed, 2 passed in 1.0s\n"
-    assert output.endswith(f"All checks passed\n{failing}\n{closing}")
+    assert output.endswith(f"\n{failing}\n{closing}")
+    assert output.count(failing) == 2  # as pytest prints it, and after lint
+    assert output.index("All checks passed") < output.rindex(failing)
 
 
 def test_it_runs_make_test_as_it_is_and_another_job_what_that_leaves_out(
