@@ -73,7 +73,7 @@ class LoaderPositions:
         self._uses_at_restore = 0
         self._between: _BetweenEpochs | None = None
         self._told: set[str] = set()
-        self._reads_otherwise = False
+        self._differs = False
         self._draws_between_epochs = self._draws_are_told = self._are_repeats_told = False
         self.leaves_loaders = False  # whether the last restore left loaders as they are: this process has trained
         self._begun_first: list[LoaderPosition] = []  # loaders iterated over before this process has trained
@@ -372,7 +372,7 @@ class LoaderPositions:
         if not self._accelerator.is_main_process and message not in self._told:  # rank 0's may be equal, and not warn
             log.warning("rank %d: %s", self._accelerator.process_index, message)
         self._say_once(message)
-        self._reads_otherwise = True
+        self._differs = True
         if self.recording is not None:
             self.recording.told()
 
@@ -391,7 +391,7 @@ class LoaderPositions:
     @property
     def difference_reported(self) -> bool:
         """Whether a difference was reported, or the flight recorder will compare steps, and report one itself."""
-        return self._reads_otherwise or (self.recording is not None and self.recording.repeats_steps)
+        return self._differs or (self.recording is not None and self.recording.repeats_steps)
 
     def ends(self, position: LoaderPosition) -> None:
         """Note that the script has gone through a whole loader."""
@@ -546,7 +546,7 @@ class LoaderPositions:
             causes.append(_REPEATED)
         if state.get("read_ahead"):
             causes.append(f"{_READ_AHEAD} when it was saved: the resume leaves out {_UNUSED}")
-        self._waiting, self._causes, self._rng_in_body, self._reads_otherwise = {}, causes, None, False
+        self._waiting, self._causes, self._rng_in_body, self._differs = {}, causes, None, False
         positions = self._all()
         self._waiting = {number: saved for number, saved in enumerate(state["loaders"]) if saved}
         self._restored_rng, self._uses_at_restore = rng, self.uses.count

@@ -164,7 +164,7 @@ class ResumableCallback(TrainerCallback):
             )
         missing = missing_internals()
         if missing:
-            raise _not_as_known(f"Trainer has no {', '.join(missing)} as it is known")
+            raise _unsupported_release(f"Trainer has no {', '.join(missing)} as it is known")
         self._trainer: Any = None
         self._options = {"strategy": strategy, **options}
         self._resumed: str | None = None
@@ -208,7 +208,7 @@ class ResumableCallback(TrainerCallback):
         handler.callbacks = [*others, self]
         if self._session.config.just_in_time:
             if not hasattr(trainer, "_maybe_log_save_evaluate"):
-                raise _not_as_known("just_in_time needs _maybe_log_save_evaluate, which Trainer does not have")
+                raise _unsupported_release("just_in_time needs _maybe_log_save_evaluate, which Trainer does not have")
             stock = trainer._maybe_log_save_evaluate
             trainer._maybe_log_save_evaluate = functools.wraps(stock)(functools.partial(self._end_step, stock))
             self._session.note_step = lambda _: None  # the Trainer fetches all batches of a step before it
@@ -369,7 +369,7 @@ class ResumableCallback(TrainerCallback):
             self._session.rehearsal.has_all_data = True
         missing = [name for name in _NEEDED_DURING_TRAINING if not hasattr(self._trainer, name)]
         if missing:
-            raise _not_as_known(f"a Trainer that trains has no {', '.join(missing)}")
+            raise _unsupported_release(f"a Trainer that trains has no {', '.join(missing)}")
         if self._resumed is not None:
             accelerator = self._trainer.accelerator
             self._prepare_what_evaluates()
@@ -773,7 +773,7 @@ def _unbound() -> CheckpointError:
     )
 
 
-def _not_as_known(what: str) -> CheckpointError:
+def _unsupported_release(what: str) -> CheckpointError:
     return CheckpointError(
         f"ResumableCallback does not work with transformers {transformers.__version__}: {what}",
         remedy="use transformers 5.3 or newer, or train without ResumableCallback",
