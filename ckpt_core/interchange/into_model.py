@@ -327,7 +327,8 @@ class _Plan:
         """Raise StateMismatchError if the checkpoint does not fit the model as ``strict`` and ``partial`` require."""
         problems = [] if partial else [f"{name}: {why}" for name, why in self.misfits.items()]
         if strict:
-            problems += [f"{name} is not in the checkpoint" for name in self.new]
+            of_other_shape = {self.here[name] for name in self.misfits}
+            problems += [f"{name} is not in the checkpoint" for name in self.new if name not in of_other_shape]
             problems += [
                 f"{name} is in the checkpoint and not here" for name in self.skipped if name not in self.misfits
             ]
