@@ -132,25 +132,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _extend(items: list[pytest.Item]) -> None:
-    """Mark as ``extended`` the cells named by ``extended_cells``, and those that ``each_value`` does not need."""
+    """Mark cells as ``extended``: those that ``extended_cells`` names, ``each_value`` does not need, or are too many."""
     tests = collections.defaultdict[str, dict[pytest.Item, set[tuple[str, int]]]](dict)
+    at_most = dict[str, int]()
     for item in items:
         test, _, cell = item.nodeid.partition("[")
         if (named := item.get_closest_marker("extended_cells")) and cell[:-1] in named.args:
             item.add_marker("extended")
-        if item.get_closest_marker("each_value") and not any(
+        sampled = item.get_closest_marker("sampled")
+        if (sampled or item.get_closest_marker("each_value")) and not any(
             map(item.get_closest_marker, ("extended", "slow", "skip"))
         ):
             parameters = item.callspec.params  # type: ignore[attr-defined]
             tests[test][item] = {(name, id(value)) for name, value in parameters.items()}
-    for cells in tests.values():
+            at_most[test] = sampled.args[0] if sampled else sys.maxsize
+    for test, cells in tests.items():
         missing, kept = set[tuple[str, int]]().union(*cells.values()), collections.Counter[tuple[str, int]]()
-        while missing:
+        count = min(at_most[test], len(cells))
+        # what stands together in a list is alike: those that are an equal distance apart come first
+        listed = list(cells)
+        apart = [listed[place * len(listed) // count] for place in range(count)]
+        left = {cell: cells[cell] for cell in (*apart, *listed)}
+        while missing and count:
             # the cell with the most new values; of equals, one whose values are in the fewest cells chosen so far
-            best = max(cells, key=lambda cell: (len(missing & cells[cell]), -sum(kept[value] for value in cells[cell])))
-            kept.update(cells[best])
-            missing -= cells.pop(best)
-        for cell in cells:
+            best = max(left, key=lambda cell: (len(missing & left[cell]), -sum(kept[value] for value in left[cell])))
+            kept.update(left[best])
+            missing -= left.pop(best)
+            count -= 1
+        for cell in left:
             cell.add_marker("extended")
 
 

@@ -39,6 +39,7 @@ def any_script(request: pytest.FixtureRequest) -> ScriptRunner:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.sampled(1)
 def test_a_script_gets_its_arguments_and_environment(any_script: ScriptRunner, tmp_path: Path) -> None:
     done = any_script(
         """
@@ -121,6 +122,7 @@ def test_a_script_that_dies_before_it_begins_is_not_waited_for(fork_servers: For
     started.end()
 
 
+@pytest.mark.sampled(1)
 def test_a_script_that_hangs_is_killed_with_its_children(any_script: ScriptRunner, tmp_path: Path) -> None:
     child, seconds = tmp_path / "child", 3
     while not child.exists():  # a busy machine may take longer to begin
@@ -203,7 +205,9 @@ def test_a_thread_that_ends_after_the_test_is_waited_for(pytester: pytest.Pytest
     run_with_our_conftest(pytester, ends, grace="60.0").assert_outcomes(passed=1)
 
 
-def test_cells_of_a_matrix_are_extended_but_for_as_few_as_have_each_value(pytester: pytest.Pytester) -> None:
+def test_cells_are_extended_but_for_as_few_as_have_each_value_or_as_many_as_are_sampled(
+    pytester: pytest.Pytester,
+) -> None:
     matrices = """
         import pytest
 
@@ -213,21 +217,33 @@ def test_cells_of_a_matrix_are_extended_but_for_as_few_as_have_each_value(pytest
         def test_matrix(one, other):
             pass
 
+        @pytest.mark.sampled(2)
+        @pytest.mark.parametrize("value", range(6))
+        def test_list(value):
+            pass
+
+        @pytest.mark.sampled(2)
+        @pytest.mark.parametrize("one", [True, False])
+        @pytest.mark.parametrize("other", [3, 4])
+        def test_small_matrix(one, other):
+            pass
+
         @pytest.mark.extended_cells("x-1")
         @pytest.mark.parametrize(("name", "number"), [("x", 0), ("x", 1)])
         def test_named(name, number):
             pass
     """
     result = run_with_our_conftest(pytester, matrices, "-v", "-m", "not extended and not slow", grace="60.0")
-    for cell in ("matrix[3-True]", "matrix[5-False]", "matrix[6-True]", "named[x-0]"):
+    matrix = ("matrix[3-True]", "matrix[5-False]", "matrix[6-True]", "small_matrix[3-True]", "small_matrix[4-False]")
+    for cell in (*matrix, "list[0]", "list[3]", "named[x-0]"):
         assert f"::test_{cell} PASSED" in result.stdout.str()
-    result.assert_outcomes(passed=4, deselected=6)
+    result.assert_outcomes(passed=8, deselected=12)
 
 
 def run_with_our_conftest(pytester: pytest.Pytester, tests: str, *options: str, grace: str) -> pytest.RunResult:
     source = Path(__file__).with_name("conftest.py").read_text()
     pytester.makeconftest(source.replace("THREAD_GRACE_SECONDS = 60.0", f"THREAD_GRACE_SECONDS = {grace}"))
-    names = ("threads(count)", "gpu", "each_value", "extended", "extended_cells(ids)", "slow")
+    names = ("threads(count)", "gpu", "each_value", "extended", "extended_cells(ids)", "sampled(count)", "slow")
     pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"    {name}: x\n" for name in names))
     pytester.makepyfile(tests)
     return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)

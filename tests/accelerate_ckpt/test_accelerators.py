@@ -25,6 +25,7 @@ def run_of(accelerator: Accelerator, strategy: Any, precision: str, seed: int) -
     return Run(prepares, seed=seed, width=8192)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["fp16", "no"])
 @pytest.mark.parametrize("strategy", ["sync", "async", "sharded", "async-overlap", "sharded-overlap"])
 def test_resumed_training_has_the_bits_of_the_whole_one(

@@ -83,6 +83,7 @@ MORE = [pytest.param(sizes, marks=pytest.mark.extended) for sizes in [(2, 1), (1
 CHAINS = [(2, 3), (2, 3, 1), *MORE, pytest.param((2, 3, 1, 2), marks=pytest.mark.extended)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", CHAINS, ids=lambda sizes: "-".join(map(str, sizes)))
 def test_every_sample_exactly_once(stages: Stage, sizes: tuple[int, ...]) -> None:
     run = chain(stages, *sizes)
@@ -131,6 +132,7 @@ def test_a_rest_of_an_epoch_is_resumed_exactly(stages: Stage) -> None:
             assert got[cell]["warned"] == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "sizes",
     [(2, 3), pytest.param((3, 1), marks=pytest.mark.extended)],
@@ -153,6 +155,7 @@ def test_between_epochs(stages: Stage, sizes: tuple[int, int]) -> None:
             assert order[:length] == old[1][:length], f"{cell}: not the order that was next"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [3, 4, pytest.param(1, marks=pytest.mark.extended)])
 def test_the_padding_of_metrics_is_known(stages: Stage, size: int) -> None:
     _, (_, after) = chain(stages, 2, size)

@@ -125,6 +125,7 @@ DRAWS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draws", ["at the start", "first", "last", "every second"])
 def test_what_is_drawn_between_the_load_and_an_epoch_is_told_from_what_each_epoch_draws(
     ranks: Ranks, tmp_path: Path, draws: str

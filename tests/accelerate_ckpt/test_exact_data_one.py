@@ -44,6 +44,7 @@ CELLS = [
 pytestmark = pytest.mark.timeout(3600)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cell", CELLS)
 def test_resumed_bit_for_bit(worlds: Worlds, cell: str) -> None:
     _, resumed = worlds[cell]

@@ -158,6 +158,7 @@ class Endless(Sampler[int]):
             yield from torch.randperm(8).tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("made", "consumed", "taken", "exact"),
@@ -324,6 +325,7 @@ def counts_calls(run: Run, ends_body: Callable[[], None]) -> None:
             stage_of(run, ends_body)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("train", "saved", "said", "told"),
     [
@@ -404,7 +406,7 @@ def test_a_number_to_skip_after_a_whole_epoch_is_the_scripts() -> None:
     assert run.warned == []
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
 def test_skipping_without_a_checkpoint(config: dict[str, Any], workers: int) -> None:
@@ -420,7 +422,7 @@ def test_skipping_without_a_checkpoint(config: dict[str, Any], workers: int) -> 
     assert run.epoch() == second
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
 def test_saved_in_an_iteration_that_skips(config: dict[str, Any], workers: int) -> None:
@@ -529,6 +531,7 @@ def test_left_early_and_saved_then_a_stateful_loader_goes_on() -> None:
     assert Run(2, config=config).restore(run.capture()).epoch() == whole[2:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("6-0", "6-2")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [2, STEPS])
@@ -942,6 +945,7 @@ def test_a_followed_loader_looks_as_before() -> None:
     assert run.loader.get_sampler().num_samples == SAMPLES
 
 
+@pytest.mark.extended
 def test_following_costs_little_for_each_batch() -> None:
     data = torch.zeros(20000, 1)
 
@@ -1110,8 +1114,8 @@ def directly(make: Callable[[], Any]) -> Any:
     return make()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("False-in_a_variable")
-@pytest.mark.each_value
 @pytest.mark.parametrize("iterate", [in_a_variable, in_none, directly])
 @pytest.mark.parametrize("in_body", [False, True])
 def test_a_loader_that_only_one_epoch_has_begins_with_its_own_generator(

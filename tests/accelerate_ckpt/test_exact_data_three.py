@@ -25,6 +25,7 @@ CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.extended) for cell in MO
 pytestmark = pytest.mark.timeout(3600)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("default_accumulate")
 @pytest.mark.parametrize("cell", CELLS)
 def test_resumed_bit_for_bit(worlds: Worlds, cell: str) -> None:

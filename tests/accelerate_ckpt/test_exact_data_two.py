@@ -67,6 +67,7 @@ CELLS = [
 pytestmark = pytest.mark.timeout(3600)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.extended_cells("default_workers")
 @pytest.mark.parametrize("cell", CELLS)
 def test_resumed_bit_for_bit(worlds: Worlds, cell: str) -> None:

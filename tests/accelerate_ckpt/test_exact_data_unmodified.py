@@ -428,7 +428,7 @@ IN_THE_MIDDLE = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("saved", [1, 5, 8])
 @pytest.mark.parametrize("script", IN_THE_MIDDLE, ids=lambda script: script.__name__)
 def test_saved_in_the_middle_of_an_epoch(script: Script, saved: int, tmp_path: Path) -> None:
@@ -442,6 +442,7 @@ def test_several_batches_for_a_step(script: Script, saved: int, tmp_path: Path) 
     assert_exact(*interrupted(script, tmp_path, saved))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "script",
     [*ONE_LOADER, by_stored_progress, by_stored_progress_and_skip_first_batches],
@@ -451,7 +452,7 @@ def test_saved_in_the_last_batch_of_an_epoch(script: Script, tmp_path: Path) -> 
     assert_exact(*interrupted(script, tmp_path, BATCHES))
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -172,6 +172,7 @@ def test_a_survivor_that_waits_for_another_one_comes_out_of_its_collective(ranks
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_4"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_survivor_saves_in_a_script_that_catches_what_is_raised(ranks: Ranks, tmp_path: Path, gathers: bool) -> None:
     names = {**NEVER, "folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": gathers}
@@ -254,6 +255,7 @@ def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("killed", "point"),
     [([1, 2], 7), *[pytest.param([rank], 7, marks=pytest.mark.slow) for rank in (0, 3)],

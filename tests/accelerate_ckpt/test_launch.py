@@ -104,6 +104,7 @@ def test_a_module_sees_what_it_would_see_without_us(plain: RunScript, tmp_path: 
     assert json.loads(found.stdout)["spec"] == ("package.train" if name == "package.train" else "package.__main__")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.extended_cells("chain", "exit text", "exit", "base")
 @pytest.mark.parametrize(
     "source",
@@ -136,6 +137,7 @@ def test_the_end_of_a_script_is_its_own(plain: RunScript, tmp_path: Path, source
     assert expected.returncode != 0 or source.endswith("sys.exit()")
 
 
+@pytest.mark.extended
 def test_a_line_about_a_run_ends_no_script_and_is_not_in_its_output(plain: RunScript, tmp_path: Path) -> None:
     script = """
         import os, sys
@@ -260,6 +262,7 @@ def test_a_worker_spawned_by_a_module_finds_its_functions(plain: RunScript, tmp_
     assert plain("-m", OURS, "-m", "package.train").stdout == "[100, 101, 102]\n"
 
 
+@pytest.mark.extended
 def test_variables_that_the_script_sets_before_its_imports_count(plain: RunScript, tmp_path: Path) -> None:
     write(
         tmp_path / "train.py",
@@ -316,6 +319,7 @@ def test_two_processes(fork_script: RunScript, tmp_path: Path) -> None:
     assert "accelerate_ckpt/" not in first
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "first", ["from accelerate_ckpt._attach import install", "from accelerate_ckpt import attach", ""]
 )
@@ -324,6 +328,7 @@ def test_attach_is_the_function_whatever_was_imported_first(fork_script: RunScri
     assert done.stdout == "function\n"
 
 
+@pytest.mark.extended
 def test_a_trainer_that_keeps_its_own_checkpoints_is_warned_about_once(plain: RunScript, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = """

@@ -46,6 +46,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.extended
 def test_a_launch_with_flags_of_both(fork_script: RunScript, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["--cpu", "--num-processes", "1", "--num_machines=1", "--main_process_port", "0"]

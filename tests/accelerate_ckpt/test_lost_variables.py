@@ -663,6 +663,7 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
     return re.findall(named, found[0]) if found else []
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("train", "source", "names"),
     [
@@ -702,6 +703,7 @@ def test_lost_variables_are_named_at_the_resume(
     assert sorted(lost(train, tmp_path, source)) == sorted(names)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("train", "source"),
     [

@@ -123,6 +123,7 @@ def test_the_trainer_does_not_start_from_scratch_where_none_verifies(tmp_path: P
     assert steps_of(saved) == [8]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "rng_state.pth"])
 def test_the_trainers_own_checkpoints_must_be_whole(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

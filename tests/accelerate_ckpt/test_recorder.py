@@ -112,6 +112,7 @@ def told(fork_script: ScriptRunner, directory: Path, case: str, dies_at: int) ->
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("accumulates-9-4", "evaluates-14-4")
 @pytest.mark.parametrize(
     ("case", "dies_at", "repeated"),
@@ -132,6 +133,7 @@ def test_an_exact_resume_says_that_its_steps_are_equal(
     assert [path.name for path in tmp_path.glob(".*")] == [".out.flight-rank0"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "differs", "dies_at", "step"),
     [
@@ -194,6 +196,7 @@ def test_the_recorder_alone_sees_what_an_engine_forgets(fork_script: ScriptRunne
         assert found["warned"] == []
 
 
+@pytest.mark.extended
 def test_what_a_script_keeps_to_itself_is_seen_by_the_recorder(fork_script: ScriptRunner, tmp_path: Path) -> None:
     names = ["average, not registered", "local factor by step", "model with a generator", "metric of the script"]
     for found in judged(fork_script, tmp_path, *(f"script: {name}" for name in names)):

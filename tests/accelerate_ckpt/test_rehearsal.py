@@ -37,6 +37,7 @@ def rehearsed(case: str, *, steps: int | None = None, at: tuple[int, ...] = ()) 
     return rehearse([sys.executable, str(SCRIPT), case], steps=steps, at=at, resume_arguments=resume)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked")
 def test_points_that_are_asked_for_are_tried_in_place_of_the_scripts_own() -> None:
     points = ["middle", "epoch-end", "accumulation", "validation"]
@@ -51,6 +52,7 @@ def test_points_that_are_asked_for_are_tried_in_place_of_the_scripts_own() -> No
     assert result.missed == ("validation",)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("exact-26-points0")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_an_exact_script_is_exact_and_its_own_directory_left_alone(
     assert list((tmp_path / "memory").iterdir()) == []  # where the run would look for its newest snapshot
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "subject", "named"),
@@ -97,6 +100,7 @@ def test_a_defect_is_named_with_its_first_step_and_its_place(case: str, subject:
         assert words in text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("exact-each once-each once, 4 again in the last batches", "repeats-2 AGAIN-2 AGAIN")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
@@ -122,6 +126,7 @@ def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(
     assert list(tmp_path.glob(".*")) == []  # such as files for just-in-time saves
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("exact-26-points0", "short-12-points3")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(

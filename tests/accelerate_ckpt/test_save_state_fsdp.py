@@ -73,6 +73,7 @@ PREPARED = """
 NAMES: dict[str, Any] = {"version": 2, "accumulation": 1, "normed": False, "alone": False}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, version: int) -> None:
     names = {**NAMES, "saved": str(tmp_path / "saved"), "version": version}
@@ -87,6 +88,7 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: 
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= files
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("version", [1, 2])
 def test_each_rank_has_its_own_statistics_again(ranks: Ranks, tmp_path: Path, version: int) -> None:
     names = {**NAMES, "saved": str(tmp_path / "saved"), "version": version}

@@ -222,6 +222,7 @@ def test_ranks_may_differ_in_steps_where_accelerate_lets_them(ranks: Ranks, tmp_
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_failure_in_the_background_surfaces_on_every_rank_at_the_same_step(
     ranks: Ranks, small_filesystem: Path, on_error: str
@@ -312,6 +313,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(ranks: Ranks, tmp_path: Path
     assert "failed on rank 1" in results[0].message and "not for me" in results[0].message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("hook-0", "weights-1", "weights with a hook-0")
 @pytest.mark.parametrize(
     ("where", "culprit"),
@@ -431,6 +433,7 @@ def test_rank_zero_and_the_others_use_at_once_what_was_saved(ranks: Ranks, tmp_p
         assert result.told == {"there": True, "left": ["1", "3"], "written": '{"step": 1}'}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hook", ["POWER_SGD", "FP16"])
 def test_a_communication_hook_whose_state_is_not_saved_is_named(ranks: Ranks, tmp_path: Path, hook: str) -> None:
     body = """

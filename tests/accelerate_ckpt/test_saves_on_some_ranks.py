@@ -49,6 +49,7 @@ def owners(path: Path) -> tuple[int, tuple[int, ...]]:
         return checkpoint.world_size, checkpoint.ranks_with("own")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("sync")
 @pytest.mark.parametrize("strategy", ["sync", "async", "sharded"])
 def test_rank_zero_alone_saves_what_it_has_and_a_run_resumes_from_it(

@@ -171,6 +171,7 @@ def test_a_damaged_one_of_stock_is_passed_over(tmp_path: Path, caplog: pytest.Lo
     assert f"passed over the checkpoint {saved / 'checkpoint_9'}" in caplog.text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["SETITEM of a number", "REDUCE of a number", "no such operation"])
 @pytest.mark.parametrize("name", PICKLES[:3])
 def test_a_pickle_that_nothing_writes_is_damaged(

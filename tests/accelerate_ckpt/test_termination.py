@@ -64,6 +64,7 @@ def status(ranks: Ranks, path: Path, case: str) -> Any:
     return result.told["status"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -207,6 +207,7 @@ class TrainsBesides(Trainer):
         return super().compute_loss(*args, **kwargs) * self.scale
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("error:this resume begins")
 @pytest.mark.extended_cells("middle")
 @pytest.mark.parametrize(
@@ -268,6 +269,7 @@ class GeneratesOtherwise(Generates):
         return super().__getattribute__(name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:this resume begins")
 @pytest.mark.parametrize(
     ("steps", "kind", "is_said"), [(5, GeneratesOtherwise, True), (2, GeneratesOtherwise, False), (5, Generates, False)]
@@ -334,6 +336,7 @@ def growing_loss() -> Any:
     return loss
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("callback", "kind", "loss", "named"),
     [
@@ -395,6 +398,7 @@ def _evaluates_worse(trainer: Trainer, losses: Iterator[int], *_: Any, **__: Any
     return metrics
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("0")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_masks_that_a_collator_of_transformers_draws_from_its_own_seed_continue(tmp_path: Path, workers: int) -> None:
@@ -462,6 +466,7 @@ def test_a_stream_resumes_in_a_later_epoch_without_a_warning(tmp_path: Path, cap
     assert [one.message for one in caplog.records if "skip" in one.message] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH], ids=["middle", "between epochs"])
 def test_an_evaluation_before_the_first_step_does_not_change_the_resumed_run(tmp_path: Path, step: int) -> None:
     whole = trainer_for(tmp_path, save_steps=4)

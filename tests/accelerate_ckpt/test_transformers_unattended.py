@@ -53,6 +53,7 @@ def start(folder: Path, stop: int | None = None, **arguments: Any) -> Any:
     return trainer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [4, STEPS_PER_EPOCH - 1], ids=["middle", "end of the epoch"])
 def test_a_preempted_run_resumes_exactly(tmp_path: Path, stop: int) -> None:
     arguments = {"save_steps": 100, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2}
@@ -310,6 +311,7 @@ CRASHES_ON_ONE_RANK = """
 """
 
 
+@pytest.mark.extended
 def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(
     fork_script: Any, tmp_path: Path
 ) -> None:
@@ -392,6 +394,7 @@ STREAM = """
 """
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("7-6", "9-8")
 @pytest.mark.parametrize(("kill", "step"), [(7, 6), (9, 8), (11, 10)])
 def test_a_stream_without_a_length_continues_in_the_pass_that_it_was_in(

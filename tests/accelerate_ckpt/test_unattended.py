@@ -90,6 +90,7 @@ def run(ranks: Ranks, folder: Path, world_size: int = 1, **names: Any) -> list[R
     return ranks.run(TRAINING, world_size, **{**defaults, **names})
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("False")
 @pytest.mark.parametrize("tiered", [False, True])
 def test_a_bucket_that_does_not_exist_is_told_before_training(
@@ -164,6 +165,7 @@ def test_a_run_whose_last_save_fails_says_so(
     assert not any(record.getMessage().startswith("saved ") for record in caplog.records)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("{'interval': 'auto'}", "{'just_in_time': True}")
 @pytest.mark.parametrize("options", [{"preempt": True}, {"interval": "auto"}, {"just_in_time": True}, {}], ids=str)
 def test_a_wrong_bucket_is_told_before_training_where_a_run_saves_unasked(
@@ -197,6 +199,7 @@ def test_a_machine_that_was_replaced_resumes_from_what_was_uploaded(
     assert second.told["resumed"][1] == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("2-[0, 1]-False")
 @pytest.mark.parametrize(
     ("world_size", "told", "automatic"), [(1, [0], False), (2, [1], True), (2, [0, 1], False)], ids=str
@@ -242,6 +245,7 @@ def test_what_a_script_does_at_the_end_of_an_epoch_is_done_though_it_is_told_to_
     assert resumed.told["weights"] == whole.told["weights"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("2-[0, 1]")
 @pytest.mark.parametrize(("world_size", "told"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=str)
 def test_an_evaluation_after_an_epoch_is_brought_to_its_end_once(
@@ -458,8 +462,8 @@ CRASHES_ON_ONE_RANK = """
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("dies-", "training-")
-@pytest.mark.each_value
 @pytest.mark.parametrize("preempt", ["", "SIGTERM"])
 @pytest.mark.parametrize("moment", ["dies", "raises", "training"])
 def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(

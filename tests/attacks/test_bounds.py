@@ -162,6 +162,7 @@ def test_what_is_no_file_is_not_waited_for(kind: str, saved: Path, attack: Attac
     assert refused(path).path == str(shard)
 
 
+@pytest.mark.extended
 def test_many_small_tensors_are_honest(tmp_path: Path) -> None:
     state = {f"layer.{number}": torch.tensor(float(number)) for number in range(5_000)}
     with Checkpointer(strategy="sync") as checkpointer:

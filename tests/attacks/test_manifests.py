@@ -295,6 +295,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.extended
 def test_bombs_fill_no_memory(run_script: ScriptRunner, tmp_path: Path) -> None:
     bomb = pickle.dumps([b"\0" * 1000], 2)[:-1] + b"0N." + b"\0" * (300 * 2**20)
     packer = zlib.compressobj(1, zlib.DEFLATED, -15)

@@ -318,6 +318,7 @@ def test_what_a_kill_has_hit(scene: Scene) -> None:
     assert phase_hit(scene.job([], launched=1e12), scene.judge, scene.run, resumed=False) == STARTING
 
 
+@pytest.mark.extended
 def test_unfinished_objects_of_a_checkpoint_that_is_being_removed(
     tmp_path: Path, store: Callable[[], StorePlace]
 ) -> None:

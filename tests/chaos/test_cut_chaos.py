@@ -65,6 +65,7 @@ def test_the_judge_notices_a_lost_and_a_repeated_sample(tmp_path: Path) -> None:
     assert "ledger 0 is wrong for 48 samples" in found[0]
 
 
+@pytest.mark.extended
 def test_a_lone_worker_is_replaced_without_rollback(tmp_path: Path) -> None:
     options = CutOptions(on_worker_failure="rejoin")
     job = Job(str(tmp_path / "checkpoints"), epochs=3, keep=1000, options=options, reorder=True)
@@ -131,6 +132,7 @@ def test_a_frozen_worker_stops_snapshots_and_not_the_others(tmp_path: Path) -> N
     assert_complete(job)
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("1-1")
 @pytest.mark.parametrize(("workers", "shards"), [(5, 3), (1, 1)])
 def test_another_number_of_workers_and_shards_goes_on(tmp_path: Path, workers: int, shards: int) -> None:

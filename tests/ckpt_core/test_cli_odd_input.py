@@ -150,6 +150,7 @@ def name_of(odd: str) -> str:
     return ascii(odd)[1:-1][:20]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("odd", ODD, ids=name_of)
 def test_what_is_odd_to_read_is_told_and_nothing_is_changed(odd: str, home: Path, capfd: Capture) -> None:
@@ -174,6 +175,7 @@ def test_what_is_odd_to_read_is_told_and_nothing_is_changed(odd: str, home: Path
                 Path(path).unlink(missing_ok=True)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("odd", [odd for odd, codes in ODD.items() if len(codes.split()) > 3], ids=name_of)
 def test_what_is_odd_to_write_is_told_and_nothing_is_lost(odd: str, home: Path, prepared: Path, capfd: Capture) -> None:
@@ -501,6 +503,7 @@ def test_a_terminal_has_colours_unless_they_are_not_wanted(
     assert b"whole" in shown and (b"\x1b[32m" in shown) == ((no_color, term) == ("", "xterm"))
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("home")
 @pytest.mark.extended_cells("utf-8")
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

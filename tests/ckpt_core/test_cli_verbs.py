@@ -332,6 +332,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("words", MOVING)
 def test_progress_counts_every_byte(words: str, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(large, tmp_path / "home")

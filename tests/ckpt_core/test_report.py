@@ -312,6 +312,7 @@ def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
+@pytest.mark.extended
 def test_a_long_run_is_a_small_page(long_page: Path) -> None:
     page = long_page.read_text()
     assert len(page) < 500_000
@@ -389,6 +390,7 @@ def test_a_browser_shows_the_page_of_a_long_run(long_page: Path, way: str) -> No
     assert any(r + 8 < b <= g < 250 and r > 150 for r, g, b in shown), "what is written in the background, pale"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "odd",
     [

@@ -44,6 +44,7 @@ ACTS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("act", ACTS)
 def test_a_handler_saves_at_any_moment(act: str, tmp_path: Path) -> None:
     storage, counter = LocalStorage(), itertools.count()

@@ -148,6 +148,7 @@ print(json.dumps([seen, saves, told, sorted(os.path.basename(path) for path in f
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("file-moto-")
 @pytest.mark.parametrize(
     ("layout", "place", "way"),

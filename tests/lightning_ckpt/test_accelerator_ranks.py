@@ -130,6 +130,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("script", "plugin"),
     [

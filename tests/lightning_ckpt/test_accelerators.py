@@ -77,6 +77,7 @@ class Fits:
         return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize(
     "plugin",

@@ -52,6 +52,7 @@ def taken(trainer: Any) -> str | None:
     return trainer.callback.resumed and os.path.basename(trainer.callback.resumed.path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("logger", [True, False])
 def test_a_script_without_a_directory_finds_itself_again(tmp_path: Path, logger: bool) -> None:
     first = started(tmp_path, steps=4, trainer={"logger": logger})
@@ -74,6 +75,7 @@ def test_the_tasks_of_an_array_do_not_resume_from_each_other(tmp_path: Path, mon
     assert names(tmp_path / "checkpoints" / "task_2") == ["step=1.ckpt", "step=2.ckpt"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pattern", ["{step}/{epoch}", "{step}-{val/loss:.2f}", "runs/a/{step}"])
 def test_names_with_slashes_are_found_below_the_directory(tmp_path: Path, pattern: str) -> None:
     first = started(tmp_path, steps=4, filename=pattern)
@@ -246,6 +248,7 @@ TOLD_ON_TWO_RANKS = """
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("who", "preempt", "attempts"), [("alone", "preempt", [1]), ("alone", "", [1]), ("together", "", [])]
 )
@@ -260,6 +263,7 @@ def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["one.ckpt"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("who", "attempts"), [("alone", [1]), ("together", [])])
 def test_a_rank_that_waits_before_it_trains_ends_at_once_when_it_is_told_to(
     fork_script: ScriptRunner, tmp_path: Path, who: str, attempts: list[int]
@@ -301,6 +305,7 @@ class Stops(Callback):
 EACH_EPOCH = {"every_n_epochs": 1}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("steps", "options", "trainer", "stops", "said"),
     [

@@ -277,6 +277,7 @@ def some(names: list[str], *quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*LOADERS, *IN_PROCESS])
 def test_in_this_process(name: str, tmp_path: Path) -> None:
     check_in_this_process(name, MIDDLE, tmp_path)
@@ -311,6 +312,7 @@ def test_in_workers(name: str, tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("True")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_generators_that_are_made_in_workers(persistent: bool, tmp_path: Path) -> None:
@@ -324,6 +326,7 @@ def test_generators_that_are_made_in_workers(persistent: bool, tmp_path: Path) -
     assert found == expected
 
 
+@pytest.mark.extended
 def test_generators_in_workers_that_are_too_many_to_record_are_said(tmp_path: Path) -> None:
     class Many(InWorkers):
         def __getitem__(self, index: int) -> Any:

@@ -263,6 +263,7 @@ TRAININGS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_hooks_of_the_epochs_start_have_run(name: str, tmp_path: Path) -> None:
     expected, found, said = train_and_resume(TRAININGS[name], tmp_path)
@@ -273,6 +274,7 @@ def test_hooks_of_the_epochs_start_have_run(name: str, tmp_path: Path) -> None:
 AFTER_AN_EPOCH = "eval mode in the middle, requires_grad, settings of modules, fine-tuning, running window"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("requires_grad", "fine-tuning", "running window")
 @pytest.mark.parametrize("name", [*AFTER_AN_EPOCH.split(", "), "groups of parameters"])
 def test_modes_are_as_they_were_after_an_epoch(name: str, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ INTERRUPTED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells(
     "stock-{'loader': 'stateful_stream'}",
     "on_exception-{'loader': 'stateful_stream'}",
@@ -139,6 +140,7 @@ class RaiseIn(pl.Callback):
         setattr(self, hook, call)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells(
     "on_validation_end-2-1-in the hooks on_validation_end",
     "on_before_zero_grad-10-1-None",
@@ -264,6 +266,7 @@ class Terminate(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [3, BATCHES, BATCHES + 2])
 def test_sigterm_saves_between_batches(count: int, tmp_path: Path) -> None:
     model, trainer, _ = fit(tmp_path, {}, [])
@@ -377,6 +380,7 @@ def test_another_number_of_workers_is_named(tmp_path: Path) -> None:
     assert trainer.global_step == 3 * BATCHES
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("hook", "count", "said"),
     [("on_train_batch_end", 3, 0), ("on_train_epoch_end", 1, 1), ("on_train_batch_end", BATCHES + 3, 1)],
@@ -391,6 +395,7 @@ def test_persistent_workers_of_a_stream_are_named_after_a_pass(
     assert ["persistent workers" in warning for warning in warned] == [True] * said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reads_before", [False, True])
 def test_workers_that_were_there_before_the_fit_are_named(reads_before: bool, tmp_path: Path) -> None:
     path, options = tmp_path / "saved.ckpt", {"loader": "persistent", "workers": 2}

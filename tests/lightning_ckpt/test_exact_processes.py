@@ -123,6 +123,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells(
     "workers, accumulation-stock",
     "two ranks, statistics, accumulation-stock",

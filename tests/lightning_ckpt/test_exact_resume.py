@@ -164,6 +164,7 @@ LOADERS = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.extended_cells(
     "stateful_stateless_stream-2-batch_end-11",
     "batch_sampler-2-batch_end-11",
@@ -203,6 +204,7 @@ def test_loaders(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_save_before_the_first_batch_of_a_resumed_run_leaves_its_place(workers: int, tmp_path: Path) -> None:
     model = functools.partial(Model, {"loader": "stateful", "workers": workers})
@@ -281,6 +283,7 @@ class ReadsInOrder(Model):
         return AtZeroBetweenPasses(InOrder(), batch_size=4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [("on_train_batch_end", MID), ("on_train_batch_end", LAST), ("on_train_epoch_end", 1)])
 def test_a_loader_whose_own_state_begins_anew_with_each_pass(at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(ReadsInOrder), tmp_path, at)
@@ -297,6 +300,7 @@ class TakesTheIterator(Model):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("{}-1", "{}-9", "{'workers': 2}-8", "{'loader': 'quiet_stream'}-11")
 @pytest.mark.parametrize(
     ("options", "count"),
@@ -352,6 +356,7 @@ POINTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.extended_cells(
     "batch-end-of-the-last-batch,-validation-due",
     "validation-end,-unsized",
@@ -426,6 +431,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.extended_cells(
     "open-window,-workers",
     "open-window-inside-validation",
@@ -482,6 +488,7 @@ class LoadsByStep(Model):
         return DataLoader(self._from_here(8), batch_size=4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "every", "at"),
     [
@@ -545,6 +552,7 @@ class LoadsByChance(Model):
         return DataLoader(self._drawn(8), batch_size=4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("has_generator", [True, False])
 @pytest.mark.parametrize(
     ("every", "at"),
@@ -577,6 +585,7 @@ class MakesThemAnew(Callback):
         trainer.fit_loop.setup_data()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "callbacks", "at"),
     [

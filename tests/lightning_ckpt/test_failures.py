@@ -359,6 +359,7 @@ def assert_all_raised(results: list[dict[str, Any]], path: Path, *, step: int) -
     assert [result["left"] for result in results] == [[], []]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("save_last", "weights only", "sync save_last")
 @pytest.mark.parametrize(
     ("settings", "full_at", "step"),
@@ -402,6 +403,7 @@ def test_every_rank_raises_the_same_at_the_same_step(
         assert verify(path)
 
 
+@pytest.mark.extended
 def test_with_warn_all_ranks_train_to_the_end(ranks: Ranks, small_filesystem: Path, tmp_path: Path) -> None:
     saved = small_filesystem / "saved"
     results = ranks.run(tmp_path, saved=str(saved), full_at=4, free_at=8, on_error="warn")
@@ -437,6 +439,7 @@ def test_nothing_is_left_where_the_strategy_never_tears_its_plugin_down(ranks: R
     assert names(tmp_path / "saved") == ["last.ckpt", *sorted(f"step={step}.ckpt" for step in (2, 4, 6, 8, 10, 12))]
 
 
+@pytest.mark.extended
 def test_two_callbacks_gather_the_exact_state_once_for_each_save(ranks: Ranks, tmp_path: Path) -> None:
     first, second = tmp_path / "saved", tmp_path / "second"
     results = ranks.run(tmp_path, saved=str(first), second=str(second))

@@ -101,6 +101,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, everything_is_large: None) -> Iterator
     gate.opened.set()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", PLUGINS)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_trainer_saves_loads_and_removes_through_it(package: str, make: type[Any], tmp_path: Path) -> None:

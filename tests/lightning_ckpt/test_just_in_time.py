@@ -57,6 +57,7 @@ def test_rank_0_is_killed_in_backward(job: Job, tmp_path: Path) -> None:
     assert [result["warnings"] for result in resumed] == [[], []]
 
 
+@pytest.mark.extended
 def test_rank_1_is_killed_between_the_exchange_of_gradients_and_its_note(job: Job, tmp_path: Path) -> None:
     resumed = check_resumes(job, tmp_path, 7, signals=[[1, "SIGKILL", "on_before_optimizer_step", 7]], killed=[1])
     assert [result["warnings"] for result in resumed] == [[], []]
@@ -71,6 +72,7 @@ def test_a_rank_that_is_lost_before_the_hooks_of_an_epochs_end_meet_is_said(job:
     assert HOOKS_OF_EPOCH in resumed[0]["warnings"][0]
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("at the end of an epoch")
 @pytest.mark.parametrize("every", [2, 3], ids=["within an epoch", "at the end of an epoch"])
 def test_rank_1_is_killed_before_its_first_note_of_a_resumed_start(job: Job, tmp_path: Path, every: int) -> None:
@@ -98,6 +100,7 @@ def test_a_rank_that_fails_in_each_first_step_makes_no_newer_checkpoint(job: Job
     assert found["ckpt_path"] == str(tmp_path / "saved" / "step=2.ckpt")  # the newer one was skipped
 
 
+@pytest.mark.extended
 def test_a_survivor_is_told_to_end_while_no_collective_waits(job: Job, tmp_path: Path) -> None:
     signals = [[1, "SIGKILL", START, 5], [0, "SIGTERM and wait", START, 5]]  # as launchers do when a rank has died
     check_resumes(job, tmp_path, 2, signals=signals, killed=[1], trainer={"accumulate_grad_batches": 2}, answers=1e6)
@@ -137,6 +140,7 @@ def test_survivors_of_hsdp_save_a_shard_each(job: Job, tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "just-in-time-step=6.ckpt").is_dir()
 
 
+@pytest.mark.extended
 def test_a_shard_that_nobody_holds_is_said_and_the_last_checkpoint_taken(job: Job, tmp_path: Path) -> None:
     spec = {"settings": {**SETTINGS, "every_n_train_steps": 3}, **HSDP}
     signals = [[rank, "SIGKILL", BACKWARD, 5] for rank in (1, 3)]

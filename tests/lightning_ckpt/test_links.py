@@ -22,6 +22,7 @@ def fit(plugin: Any, directory: Path, ckpt_path: Any = None, steps: int = 2) -> 
     return int(trainer.strategy.model.batches)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO])
 def test_links_to_a_whole_checkpoint_are_followed(tmp_path: Path, plugin: Any) -> None:
     fit(plugin(), tmp_path / "saved")

@@ -75,6 +75,7 @@ def steps_after(trainer: Any) -> int:
 # -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("newest", ["step=2.ckpt", "last.ckpt", "anything.ckpt"])
 def test_the_date_of_a_file_does_not_make_it_the_last(newest: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
@@ -88,7 +89,7 @@ def test_the_date_of_a_file_does_not_make_it_the_last(newest: str, tmp_path: Pat
     assert torch.equal(trainer.model.weight, torch.full((NUMBERS,), float(BATCHES)))
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("save_last", [False, True, "link"])
 @pytest.mark.parametrize("plugin", [*PLUGINS, ShardedCheckpointIO, TorchCheckpointIO])
 def test_a_run_that_was_copied_file_by_file_is_resumed_where_it_was(
@@ -106,6 +107,7 @@ def test_a_run_that_was_copied_file_by_file_is_resumed_where_it_was(
         assert trainer.global_step == 11
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", [*PLUGINS, ShardedCheckpointIO])
 def test_of_a_checkpoint_and_its_copy_the_copy_is_taken(plugin: Any, tmp_path: Path) -> None:
     saved, options = tmp_path / "saved", {"plugin": plugin, "filename": "x", "save_last": True, "save_top_k": 1}
@@ -300,6 +302,7 @@ def fresh(directory: Any, folder: Path, **options: Any) -> Any:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", ["fit", "validate", "test"])
 @pytest.mark.parametrize(("options", "step"), [(MONITORED, 3), ({}, 6)], ids=["monitor", "no monitor"])
 def test_the_best_in_a_trainer_that_has_not_trained(
@@ -396,7 +399,7 @@ def listing(url: str) -> list[str]:
     return sorted(path.rsplit("/", 1)[1] for path in fsspec.filesystem("memory").ls(url, detail=False))
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("resume", ["last", "memory:///{}/step=4.ckpt", "memory://{}/last.ckpt"])
 def test_resumed_in_memory(resume: str, plugin: Any, memory: str, tmp_path: Path) -> None:

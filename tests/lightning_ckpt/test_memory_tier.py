@@ -53,6 +53,7 @@ def sharded() -> ShardedCheckpointIO:
     return ShardedCheckpointIO(mode="sync")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", [SyncCheckpointIO, sharded])
 def test_a_crashed_fit_continues_from_memory_and_leaves_nothing(tmp_path: Path, memory: Path, plugin: Any) -> None:
     fit(tmp_path, memory, plugin, raise_at=6)

@@ -47,6 +47,7 @@ def fit(model: Model, directory: Path, **settings: Any) -> None:
     trainer.fit(model, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2), **settings)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model", "named"),

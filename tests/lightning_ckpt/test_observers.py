@@ -79,6 +79,7 @@ LAST: dict[str, Any] = {"save_last": True, "every_n_train_steps": 2}
 ONE_NAME: dict[str, Any] = {**TOP, "save_last": True, "enable_version_counter": False, "filename": "best"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "pending", "settings", "at_the_end"),
     [
@@ -135,6 +136,7 @@ def test_loggers_are_told_before_an_exception_ends_the_run(slow: None, tmp_path:
     assert [(step, score) for _, step, score, _ in uploads] == [(1, 12.0), (2, 11.0)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_end"])
 def test_a_callback_that_copies_the_best_gets_the_best(slow: None, tmp_path: Path, hook: str) -> None:
     copies: list[Any] = []

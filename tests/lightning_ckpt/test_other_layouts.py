@@ -108,6 +108,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "plugin"),
     [

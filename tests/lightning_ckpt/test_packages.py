@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_trainer_of_either_package(package: str, plugin: type[Any], tmp_path: Path) -> None:
@@ -236,6 +236,7 @@ def test_the_command_line_refuses_wrong_arguments(
     assert "on_error" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("given", "signals", "looks"),
     [
@@ -256,6 +257,7 @@ def test_a_configuration_says_on_what_to_save_and_end_as_a_program_does(
     assert (preemption.signals, preemption.look_every) == (signals, looks)
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("lightning.pytorch")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_messages_stay_with_the_logger_of_the_package_that_is_used(package: str, fork_script: ScriptRunner) -> None:
@@ -270,6 +272,7 @@ print(before, rank_zero.log.name)
     assert before == after == f"{package}.utilities.rank_zero"
 
 
+@pytest.mark.extended
 def test_messages_go_to_lightning_if_no_package_was_imported(fork_script: ScriptRunner) -> None:
     code = "import lightning_ckpt; from lightning_utilities.core import rank_zero; print(rank_zero.log.name)"
     assert fork_script(code).stdout.split() == ["lightning.pytorch.utilities.rank_zero"]

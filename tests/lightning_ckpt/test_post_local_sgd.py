@@ -55,6 +55,7 @@ def after(results: list[Any], step: int) -> list[Any]:
     return [result["after"][str(step)] for result in results]
 
 
+@pytest.mark.extended
 def test_ranks_do_differ_between_averagings(whole: Callable[..., Whole]) -> None:
     run = whole("AsyncCheckpointIO", 2)
     equal = [step for step in range(1, STEPS + 1) if len({str(state["weights"]) for state in run.after(step)}) == 1]
@@ -87,6 +88,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert_goes_on(runs, saved, path, whole(io, ranks), BETWEEN, ranks=ranks, io=io)
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("AsyncCheckpointIO-2-8", "ShardedCheckpointIO-3-7")
 @pytest.mark.parametrize(
     ("io", "ranks", "step"),
@@ -126,6 +128,7 @@ def _content(path: Path, io: str) -> tuple[Any, Any, list[Any]]:
     return state["state_dict"], state["optimizer_states"][0], [rank["post_local_sgd"] for rank in ranks]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("AsyncCheckpointIO-3")
 @pytest.mark.parametrize(
     ("io", "ranks"), [("AsyncCheckpointIO", 3), ("ShardedCheckpointIO", 3), ("AsyncCheckpointIO", 1)]
@@ -146,6 +149,7 @@ def test_another_number_of_ranks_goes_on_with_the_mean_and_says_so(
         assert len({str(state["weights"]) for state in after(resumed, 11)}) == 3
 
 
+@pytest.mark.extended
 def test_a_save_after_the_fit_has_the_ranks_own(runs: Runs, whole: Callable[..., Whole], tmp_path: Path) -> None:
     saved, io = tmp_path / "saved", "AsyncCheckpointIO"
     runs.run(saved, "first", io=io, steps=BETWEEN, after_fit=True)

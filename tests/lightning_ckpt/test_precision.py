@@ -39,7 +39,7 @@ class SeesTypes(Callback):
         self.seen.append({parameter.dtype for parameter in pl_module.parameters()} | set(states))
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_weights_that_are_converted_after_they_are_restored(precision: str, at: Any, tmp_path: Path) -> None:
@@ -48,6 +48,7 @@ def test_weights_that_are_converted_after_they_are_restored(precision: str, at: 
     assert found == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 def test_state_of_another_type_than_its_parameter(precision: str, tmp_path: Path) -> None:
     sees = SeesTypes()

@@ -47,6 +47,7 @@ REQUEUES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("together, sharded", "rank 0", "in validation")
 @pytest.mark.parametrize("name", REQUEUES)
 def test_a_requeued_job_resumes_exactly(job: Job, tmp_path: Path, name: str) -> None:
@@ -74,6 +75,7 @@ def test_a_signal_in_the_last_batch(job: Job, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("io", ["AsyncCheckpointIO", "ShardedCheckpointIO"])
 def test_a_job_with_a_stock_callback_is_requeued(job: Job, tmp_path: Path, io: str) -> None:
     signals = [[0, "SIGUSR1", START, 2], [1, "SIGUSR1", START, 3]]
@@ -123,6 +125,7 @@ SLOW_PREEMPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("one rank", "in validation")
 @pytest.mark.parametrize(
     "name", [*PREEMPTIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PREEMPTIONS)]
@@ -150,6 +153,7 @@ def test_a_preempted_run_saves_on_all_ranks_and_resumes_exactly(job: Job, tmp_pa
         assert (found["weights"], found["optimizer"]) == (expected["weights"], expected["optimizer"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells(
     "on_train_end-stages0-1",
     "on_test_batch_start-stages2-2",
@@ -202,6 +206,7 @@ def test_a_trial_of_a_tuner_is_not_saved_as_if_it_were_the_run(job: Job, tmp_pat
     assert any(key.startswith("ResumableCheckpoint") for key in torch.load(saved)["callbacks"])
 
 
+@pytest.mark.extended
 def test_starts_that_are_told_to_end_before_they_train_are_no_crashes(job: Job, tmp_path: Path) -> None:
     spec: dict[str, Any] = {"ranks": 1, "settings": {"every_n_train_steps": 2, "resume": "auto", "resume_attempts": 1}}
     job.run(tmp_path, "first", signals=[[0, "SIGTERM", START, 5]], **spec)
@@ -219,6 +224,7 @@ def test_a_deadline_ends_a_run(job: Job, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "saved").iterdir()] == [f"preempted-step={ended[0]['step']}.ckpt"]
 
 
+@pytest.mark.extended
 def test_only_the_newest_and_the_resumed_checkpoint_of_preemptions_stay(job: Job, tmp_path: Path) -> None:
     spec: dict[str, Any] = {"ranks": 1, "settings": {"every_n_epochs": 50, "resume": "auto"}}
     for batch in (3, 2, 2):

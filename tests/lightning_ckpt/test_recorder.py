@@ -56,7 +56,7 @@ def judged(fork_script: ScriptRunner, directory: Path, name: str, *points: Point
     ("name", "points"),
     [
         # in EARLY, there are gradients that no optimizer has used yet
-        ("trainer: accumulates, two workers", (MIDDLE, END, KILLED, EARLY)),
+        ("trainer: accumulates, two workers", (KILLED, EARLY)),
         ("trainer: validates in mid-epoch", (MIDDLE, END)),
         ("loader: two workers, counted noise", (MIDDLE, END)),
         ("model: grows", (MIDDLE, END)),
@@ -82,6 +82,7 @@ def test_a_fit_in_which_a_callback_runs_the_loops_is_compared(
     assert found["recorder"] == "2 repeated steps equal the first run's, bit for bit"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells(
     "forgets a buffer-weights",
     "forgets the order-data",
@@ -128,6 +129,7 @@ def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("model: datamodule, drawn in setup-data")
 @pytest.mark.parametrize(
     ("name", "differs"),
@@ -144,6 +146,7 @@ def test_state_that_nobody_captures_is_seen_by_the_recorder(
     assert found["wrong"] and differs in found["differs"], found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells(
     "kept: a cache that draws-point4-`_drawn` of kept_lightning.py",
     "kept: a dataclass in a global-point1-`PROGRESS.total` of kept_lightning.py",
@@ -198,6 +201,7 @@ def test_variables_that_the_script_restores_or_only_tells_are_not_named(
     assert [(one["verdict"], one["warned"]) for one in found] == [("exact", [])] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "point", "words"),
     [
@@ -237,6 +241,7 @@ def test_another_batch_is_said_when_it_is_read_again(fork_script: ScriptRunner, 
     assert found["differs"] == ["data"]
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("loader: stream global")
 @pytest.mark.parametrize("name", ["loader: stream noise", "loader: stream global"])
 def test_a_stream_that_draws_and_is_read_again_as_it_was_gives_no_warning(
@@ -314,6 +319,7 @@ def test_an_epoch_with_fewer_batches_is_said(fork_script: ScriptRunner, tmp_path
     assert "epoch 2 had 0 batches, but earlier ones had 6 or more" in end["warned"][0]
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("callback: lambda that doubles the batch")
 @pytest.mark.parametrize("name", ["callback: lambda that doubles the batch", "model: carries a hidden state"])
 def test_what_hooks_of_an_epochs_start_set_is_not_missed(fork_script: ScriptRunner, tmp_path: Path, name: str) -> None:
@@ -321,6 +327,7 @@ def test_what_hooks_of_an_epochs_start_set_is_not_missed(fork_script: ScriptRunn
     assert found["verdict"] == "exact", (found["verdict"], found["warned"], found["wrong"], found["differs"])
 
 
+@pytest.mark.extended
 def test_hooks_of_an_epochs_end_are_not_taken_for_one_of_a_batchs(fork_script: ScriptRunner, tmp_path: Path) -> None:
     (found,) = judged(fork_script, tmp_path, "model: teacher follows at epoch end", MIDDLE)
     assert found["verdict"] == "exact", (found["verdict"], found["warned"], found["wrong"], found["differs"])

@@ -81,6 +81,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["same", "differs"])
 def test_what_rank_1_alone_sees_is_said_on_rank_0(fork_script: ScriptRunner, tmp_path: Path, case: str) -> None:
     for what, status in (("first", -9), ("resumed", 0)):

@@ -62,6 +62,7 @@ def test_an_exact_script_is_exact_at_every_point_and_its_own_checkpoints_are_lef
     assert "exact: every resumed run was equal" in result.text()
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked")
 def test_points_that_the_script_cannot_come_to_are_missed_only_if_they_were_asked_for() -> None:
     result = rehearse(of_case("alone"))
@@ -78,6 +79,7 @@ def test_a_script_that_accumulates_in_a_later_epoch_may_come_to_that_point() -> 
     assert found == [{"accumulation"}, set()]
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked")
 def test_nothing_comes_after_a_training_that_ends_by_itself_in_the_rehearsed_steps() -> None:
     result = rehearse(of_case("short"), points=["middle"])
@@ -85,6 +87,7 @@ def test_nothing_comes_after_a_training_that_ends_by_itself_in_the_rehearsed_ste
     assert result.steps == 6 + 1, "of an epoch, and its end"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("generators-generators-named3", "moments-weights-named4")
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
@@ -127,6 +130,7 @@ def test_two_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: str
     assert ("  resumed by 2 ranks: of 24 samples 4 " in result.text()) == (case != "exact")
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked")
 def test_a_script_that_sets_the_number_of_ranks_itself_is_said_to() -> None:
     with pytest.raises(
@@ -147,12 +151,14 @@ def test_the_number_of_ranks_is_that_of_the_launcher() -> None:
     assert running._with_ranks(["python", "train.py"], 3) == ["python", "train.py"]
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked")
 def test_what_is_ignored_is_not_compared() -> None:
     loss = ["loss:*", "gradients:*", "weights:*", "optimizers:*", "logged:*", "attributes:Annealed.*"]
     assert rehearse(of_case("annealed"), at=[3], steps=5, ignore=loss).is_exact
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked")
 def test_the_command_says_it_in_json_and_by_its_exit_code(tmp_path: Path) -> None:
     printed = io.StringIO()

@@ -69,6 +69,7 @@ def model_that_keeps_its_count() -> Any:
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("SyncCheckpointIO")
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
 def test_it_says_where_it_resumes_and_what_its_saves_cost(plugin: Any, tmp_path: Path, lines: list[str]) -> None:
@@ -121,6 +122,7 @@ class Warms(Callback):
         trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * self.factor
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [4, BATCHES])
 def test_the_line_agrees_with_the_warning_about_what_a_resume_has_lost(
     tmp_path: Path, lines: list[str], step: int
@@ -218,6 +220,7 @@ def test_tensorboard_shows_what_an_exception_has_saved(tmp_path: Path) -> None:
     assert scalars_of(tmp_path / "logs")["checkpoint/saves"] == [(5, 1)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
 def test_the_page_of_a_run_is_written_at_its_end(plugin: Any, tmp_path: Path) -> None:
     heard: list[str] = []

@@ -222,6 +222,7 @@ def fit(case: Restoring, directory: Path, *, ours: bool, save_at: SaveAt | None 
     return outcome(trainer, model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.extended_cells(
     "learning rate, accumulation, workers",
     "learning rate each epoch",
@@ -242,6 +243,7 @@ def test_a_fit_that_restores_is_as_without_us(name: str, tmp_path: Path) -> None
     assert found == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.extended_cells(
     "learning rate each epoch-3",
     "rolled back in a window-9",

@@ -77,6 +77,7 @@ def steps_in(directory: Path) -> list[int]:
 POLICY = AnyOf([KeepLatest(2), KeepBest("score"), KeepEverySteps(5)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", [SyncCheckpointIO, AsyncCheckpointIO, ShardedCheckpointIO])
 def test_policy_says_what_stays(tmp_path: Path, plugin: Any) -> None:
     # callback metrics are those of the step before the save

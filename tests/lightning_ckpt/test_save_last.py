@@ -127,6 +127,7 @@ def assert_same_files(scenario: Scenario, settings: dict[str, Any], tmp_path: Pa
             assert not path.is_symlink(), "it would lead nowhere until an asynchronous save is durable"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells(
     "always",
     "best 2",
@@ -156,6 +157,7 @@ def test_two_runs_leave_the_files_that_lightning_would_leave(
 AGAIN = ["the last, save_last", "best 2", "worst 2", "link, best 2", "one name", "epochs"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("the last, save_last", "worst 2", "epochs")
 @pytest.mark.parametrize("name", AGAIN)
 def test_the_same_trainer_leaves_the_files_that_lightning_would_leave(
@@ -174,6 +176,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells(
     "the last, save_last",
     "best 3, save_last",

@@ -64,6 +64,7 @@ def steps_after(first: int, at: list[int], batches: int) -> list[int]:
 ACCUMULATE = "accumulate_grad_batches"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("epoch", "hook", "schedule")
 @pytest.mark.parametrize(
     ("saved_at", "first", "second", "expected", "told"),
@@ -131,6 +132,7 @@ class Ends(Callback):
                 setattr(trainer.fit_loop if "epochs" in name else trainer.fit_loop.epoch_loop, name, value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells(
     "between-more epochs",
     "in-fewer steps",
@@ -172,6 +174,7 @@ def test_when_the_fit_ends(
     assert told is None or f"continues with {told}, as set by a hook" in said[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -200,6 +203,7 @@ class Logging(Loading):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("before", "now", "expected", "is_said"),
     [

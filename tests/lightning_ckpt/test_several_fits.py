@@ -65,6 +65,7 @@ def test_a_later_fit_without_its_checkpoint_is_said(tmp_path: Path) -> None:
     assert "an earlier fit of this Trainer had nothing left to train" in warned[0]
 
 
+@pytest.mark.extended
 def test_an_evaluation_between_two_fits_is_said(tmp_path: Path) -> None:
     def evaluate(model: Model, trainer: pl.Trainer) -> Model:
         trainer.validate(model, DataLoader(Samples(8), batch_size=4), verbose=False)
@@ -81,6 +82,7 @@ def test_an_evaluation_between_two_fits_is_said(tmp_path: Path) -> None:
     assert (found.weights, found.optimizer) == (expected.weights, expected.optimizer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("raise_at", [3, None])
 def test_another_model_in_the_later_fit_is_said(raise_at: int | None, tmp_path: Path) -> None:
     def another(model: Model, _: pl.Trainer) -> Model:

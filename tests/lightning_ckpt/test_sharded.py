@@ -176,6 +176,7 @@ def test_resume_walks_back_over_a_damaged_shard(runs: Runs, tmp_path: Path, trai
     assert [len(result["losses"]) for result in found] == [3, 3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("fsdp-raise")
 @pytest.mark.parametrize(("kind", "on_error"), [("ddp", "raise"), ("mp", "warn"), ("fsdp", "raise")])
 def test_failure_on_one_rank_is_one_on_all(runs: Runs, tmp_path: Path, kind: str, on_error: str) -> None:
@@ -203,7 +204,7 @@ def test_failure_on_one_rank_is_one_on_all(runs: Runs, tmp_path: Path, kind: str
         assert "No space left" in found[1]["raised"]["message"]
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_cannot_save_does_not_leave_the_other_waiting(
@@ -241,6 +242,7 @@ def test_failure_of_which_a_rank_hears_late_is_one_on_all(runs: Runs, tmp_path: 
     assert found[0]["files"] == ["step=3.ckpt"]
 
 
+@pytest.mark.extended
 def test_averaged_weights_are_saved_and_resumed(runs: Runs, tmp_path: Path) -> None:
     needs_weight_averaging()
     whole = runs.run(tmp_path / "whole", "whole", trainer={"max_steps": 8}, callback=EVERY, average=True)
@@ -253,6 +255,7 @@ def test_averaged_weights_are_saved_and_resumed(runs: Runs, tmp_path: Path) -> N
         assert "running" in name or found[1]["weights"][name] == value
 
 
+@pytest.mark.extended
 def test_without_the_exact_callback_the_plugin_is_still_used(runs: Runs, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     save_at = ["on_train_batch_end", 3, False]
@@ -310,6 +313,7 @@ def test_each_rank_of_fsdp_continues_with_its_own_statistics(job: Job, tmp_path:
         assert (found["weights"], found["warnings"]) == (expected["weights"], [])
 
 
+@pytest.mark.extended
 def test_open_window_that_is_not_kept_is_told(runs: Runs, tmp_path: Path) -> None:
     trainer = {"max_steps": 4, "accumulate_grad_batches": 3}
     directory = tmp_path / "run"

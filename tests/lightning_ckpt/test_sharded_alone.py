@@ -103,6 +103,7 @@ def test_in_several_processes_it_must_be_routed(fork_script: ScriptRunner, tmp_p
     assert "saves on all ranks together" in done.stdout
 
 
+@pytest.mark.extended
 def test_configurations_run(fork_script: ScriptRunner, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     main, config = root / "examples" / "lightning_cli" / "main.py", root / "configs" / "lightning" / "sharded.yaml"

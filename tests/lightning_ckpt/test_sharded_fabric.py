@@ -77,6 +77,7 @@ main(fabric)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ddp", "mp"])
 def test_state_of_fabric_is_saved_and_loaded(fork_script: ScriptRunner, tmp_path: Path, kind: str) -> None:
     given = {"modules": LIGHTNING, "timeout": 280}

@@ -61,6 +61,7 @@ def backbone_of(path: Path) -> tuple[int, int]:
     return file.stat().st_ino, file.stat().st_nlink
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_frozen_backbone_is_linked_and_each_checkpoint_resumes_alone(mode: str, tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole", STEPS, mode)

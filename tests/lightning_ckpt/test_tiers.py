@@ -150,6 +150,7 @@ def test_killed_during_an_upload_it_goes_on_from_either_tier(
     assert [verify(folder / "remote" / name) for name in every] == [True] * STEPS
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AsyncCheckpointIO, ShardedCheckpointIO])
 def test_a_failed_upload_ends_training_on_all_ranks_at_the_same_step(
     kind: Any, fork_script: ScriptRunner, tmp_path: Path
@@ -220,6 +221,7 @@ def test_last_and_best_on_an_empty_disk(kind: Any, bucket: Bucket, tmp_path: Pat
     assert result["test_loss"] == pytest.approx(3.0)
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("SyncCheckpointIO")
 @pytest.mark.parametrize("kind", [SyncCheckpointIO, ShardedCheckpointIO])
 def test_little_room_on_the_local_disk(kind: Any, bucket: Bucket, tmp_path: Path) -> None:

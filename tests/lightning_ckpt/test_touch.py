@@ -92,6 +92,7 @@ def save(trainer: Any, path: Path) -> Path:
     return path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [ModelCheckpoint, ResumableCheckpoint])
 def test_what_was_saved_in_mid_fit_is_there(slow: None, tmp_path: Path, kind: type[Any]) -> None:
     found = []

@@ -69,6 +69,7 @@ class Perturbs(Callback):
             pl_module.other.weight.add_(0.01 * self.generator.random())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
 def test_generators_of_module_and_callbacks(at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(Noisy, lambda: [Perturbs()]), tmp_path, at)
@@ -262,6 +263,7 @@ class Teaches(Model):
             self.other.weight.mul_(0.99)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model", "at", "named"),
     [
@@ -284,6 +286,7 @@ def test_what_is_lost_is_named_at_the_resume(model: type, at: Any, named: str, t
     assert found != expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
 def test_what_a_callback_has_made_of_what_was_there_is_named(at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(Model, lambda: [CountsEpochsBeside()]), tmp_path, at)
@@ -347,6 +350,7 @@ class PutsItsWeightsAside(Model):
         self.average_of_other.update(self.other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "at"),
     [
@@ -430,6 +434,7 @@ class MakesOnce(Model):
         return super().loss((batch[0], batch[1] * self.made))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
 @pytest.mark.parametrize("of_batch", [False, True])
 def test_what_is_made_where_there_is_none_is_named_if_it_is_another_one(
@@ -456,7 +461,7 @@ class TellsOfSteps(Callback):
             pl_module.other.weight.mul_(self.last)
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
 @pytest.mark.parametrize("model", [Collects, CollectsForAnEpoch, CollectsRows, Tells])
 def test_numbers_that_steps_make_are_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
@@ -670,6 +675,7 @@ class SetsTheLevel(Callback):
         pl_module.late_began = time.perf_counter()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
 def test_what_a_step_sets_for_the_next_one_is_put_back(at: tuple[str, int], tmp_path: Path) -> None:
     checks = {"num_sanity_val_steps": 2 if at is MIDDLE else 0}
@@ -788,7 +794,7 @@ def test_what_a_look_could_not_wait_for_is_not_said_to_differ(
     assert "training had changed Model.number, " in (users.differences(changed) or "")
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
 @pytest.mark.parametrize("model", [SetsBackAtTheEnd, SetsBackAtTheStart, SetsBackWhatObjectsHave])
 def test_what_an_epoch_sets_back_is_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
@@ -879,6 +885,7 @@ def test_a_record_is_not_put_back(tmp_path: Path) -> None:
     assert len(made[1].seen) == 3 * BATCHES - MIDDLE[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
 def test_containers_that_steps_fill_are_put_back(at: tuple[str, int], tmp_path: Path) -> None:
     expected, found, said = train_and_resume(Training(callbacks=lambda: [CollectsByLabel()]), tmp_path, at)
@@ -1011,6 +1018,7 @@ class InItsClass(Model):
         return super().loss(batch) * next(self.rates)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells(
     "Model-HoldsAPartByHooks-`count` of HoldsAPartByHooks ", "SchedulesLate-None-`later` of SchedulesLate "
 )
@@ -1151,6 +1159,7 @@ class Plain(Model):
         pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.extended_cells("bars and monitors")
 @pytest.mark.parametrize("name", STOCK)
 def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
@@ -1200,6 +1209,7 @@ def searches() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "make"), [(Searched, searches), (Swaps, list), (SetsUp, list)], ids=["searches", "swaps", "sets up"]
 )

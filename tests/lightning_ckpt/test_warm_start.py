@@ -48,6 +48,7 @@ def fit(model: Model, directory: Path, plugin: Any, *callbacks: Any, steps: int 
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO])
 def test_what_fits_is_taken_with_its_moments_and_a_resume_is_left_alone(tmp_path: Path, plugin: Any) -> None:
     old = fit(Model(), tmp_path / "old", plugin())

@@ -318,6 +318,7 @@ def kinds_of(plan: Plan, seeds: range, until: set[str]) -> Counter[str]:
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.without)
 def test_a_missing_rule_is_noticed(mutation: Mutation) -> None:
     found = kinds_of(mutation.broken_plan, range(SEEDS), mutation.noticed_as)
@@ -327,6 +328,7 @@ def test_a_missing_rule_is_noticed(mutation: Mutation) -> None:
 PLANS = list(dict.fromkeys(mutation.plan for mutation in MUTATIONS))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("1", "2", "3", "4", "5", "7", "9")
 @pytest.mark.parametrize("plan", PLANS, ids=map(str, range(len(PLANS))))
 def test_with_all_rules_nothing_is_wrong(plan: Plan) -> None:

@@ -117,6 +117,7 @@ def replay(plan: Plan, world: World, manifest: CommitCut) -> tuple[dict[str, Tor
     return states, generators
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("alignment", ["unaligned", "aligned"])
 @pytest.mark.parametrize("channel_state", ["fold", "record"])
 def test_every_checkpoint_equals_the_replay_of_its_order(alignment: Any, channel_state: Any) -> None:

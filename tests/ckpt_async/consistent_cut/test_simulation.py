@@ -43,7 +43,7 @@ def plan_of(situation: str, options: str) -> Plan:
     return dataclasses.replace(plan, options=dataclasses.replace(OPTIONS[options], on_worker_failure=on_worker_failure))
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_every_checkpoint_is_consistent(situation: str, options: str) -> None:

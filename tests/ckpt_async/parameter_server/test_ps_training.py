@@ -286,6 +286,7 @@ def test_no_two_starts_have_the_same_generation(tmp_path: Path, monkeypatch: pyt
         CutStore("memory://somewhere").claim_generation()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("who", ["shard-1", "worker-0"])
 def test_who_cannot_begin_says_so_and_nobody_waits_for_it(tmp_path: Path, who: str) -> None:
     """Also where its process lives on, so that its connections stay open."""

@@ -247,6 +247,7 @@ def test_a_save_on_another_rank_only_fails(series: Any) -> None:
     assert together(*[lambda s=s: save(s, "/c") for s in ranks]) == [2, 2]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("who_missed", [0, 1])
 @pytest.mark.parametrize("missed", [[1], [0, 1], [1, 4]])
 @pytest.mark.parametrize("same_path", [False, True])
@@ -417,6 +418,7 @@ def test_a_closed_group_refuses() -> None:
         RankGroup(0, 2, None, "session")
 
 
+@pytest.mark.extended
 def test_a_thousand_ranks_report_in_seconds() -> None:
     store = HashStore()
     world = 1024
@@ -436,6 +438,7 @@ def test_a_thousand_ranks_report_in_seconds() -> None:
     assert time.process_time() - began < 20
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("who", [0, 1])
 def test_ctrl_c_at_any_line_of_a_save_is_told_to_the_other_rank(series: Any, who: int) -> None:
     def interrupt() -> None:

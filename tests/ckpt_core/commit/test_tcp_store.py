@@ -54,6 +54,7 @@ def listening(port: int) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

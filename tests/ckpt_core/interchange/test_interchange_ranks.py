@@ -178,6 +178,7 @@ def zeros_like(state: Any) -> Any:
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
 
 
+@pytest.mark.extended
 def test_what_dcp_saved_is_a_checkpoint_of_ours(saved: Path) -> None:
     wanted = expected(saved)
     assert main(["verify", str(saved / "run" / "dcp")]) == 0

@@ -185,6 +185,7 @@ def test_damage_behind_shared_memory_is_named_by_its_own_key(tmp_path: Path) -> 
     assert caught.value.key == "other"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_tensors_larger_than_a_window_and_across_windows(strategy: str, tmp_path: Path) -> None:
     state = {
@@ -201,6 +202,7 @@ def test_tensors_larger_than_a_window_and_across_windows(strategy: str, tmp_path
         assert_same_state(loaded, state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.extended_cells(
     "8",
     "16",

@@ -141,6 +141,7 @@ def test_views_that_are_only_marked_as_conjugate_or_negative_are_saved_by_value(
     assert_same_state({"conj": found["conj"].resolve_conj(), "neg": found["neg"].resolve_neg()}, expected)
 
 
+@pytest.mark.sampled(2)
 @both_layouts
 def test_every_step_is_saved_as_it_was(tmp_path: Path, layout: str, accelerator: Accelerator) -> None:
     model = torch.nn.Linear(256, 256, device=accelerator.type)

@@ -76,6 +76,7 @@ class Recorder:
         return "part" if path.parent == self.final.parent and path.name.endswith(".ckpt-part") else "other"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("again", [False, True], ids=["save", "save again"])
 def test_bytes_are_durable_before_the_name_is(

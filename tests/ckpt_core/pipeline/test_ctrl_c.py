@@ -66,6 +66,7 @@ def start_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("twice", "async")
 @pytest.mark.parametrize("strategy", FILES)
 def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +106,7 @@ def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path, monkeypatch
     assert interrupted > 50
 
 
+@pytest.mark.extended
 def test_ctrl_c_at_any_line_leaves_no_live_tensors_that_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("async-exchange-again-5", "sync-two renames-again-1")
 @pytest.mark.parametrize(
     ("strategy", "way", "again", "stride"),
@@ -196,6 +197,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return str(tmp_path), LocalStorage()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("action", ["save", "copy"])
 def test_every_operation_of_a_storage_fails(action: str, strategy: Any, place: tuple[str, Storage]) -> None:

@@ -160,7 +160,7 @@ print(json.dumps([[first, second, third], names, listing("run")]))
 )
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "full"])
 def test_a_rank_that_does_not_finish_fails_the_save_on_all(
@@ -304,6 +304,7 @@ print(json.dumps([rows, listing("run")]))
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "first", "second_is"),
     [
@@ -422,6 +423,7 @@ print(json.dumps([Ranks(world, work).results(), listing("run")]))
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script: ScriptRunner) -> None:
     (zero, one), names = json.loads(fork_script(MISTAKES, strategy).stdout)
@@ -481,6 +483,7 @@ print(json.dumps([Ranks(world, work).results(), listing("run")]))
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_pending", [1, 2])
 def test_ranks_are_told_of_a_failure_at_the_same_save(max_pending: int, fork_script: ScriptRunner) -> None:
     rows, names = json.loads(fork_script(ORDER, max_pending).stdout)
@@ -525,6 +528,7 @@ def test_ranks_save_again_after_one_has_raised_at_once(
     assert names == ["2", "3", "4", "5"], "also the save that has raised what was wrong with the first one"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_ranks_that_have_waited_save_again_after_one_has_raised_at_once(
     failing: int, fork_script: ScriptRunner
@@ -618,6 +622,7 @@ checkpointer.save(parts(rank, 1), "run/a")
 )
 
 
+@pytest.mark.extended
 def test_processes_end_when_their_save_is_there(run_script: ScriptRunner, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(EXIT)
     done = run_script(tmp_path / "script.py")

@@ -143,7 +143,7 @@ def prepare(action: str, directory: Path) -> Path:
     return path
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("action", ACTIONS)

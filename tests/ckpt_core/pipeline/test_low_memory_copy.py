@@ -167,7 +167,7 @@ def test_training_goes_on_while_the_last_windows_are_written(tmp_path: Path, lay
     assert_same_state({"first": saves.load()["first"]}, {"first": state_of()["first"]})
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @both_layouts
 @pytest.mark.parametrize("number", [1, 3, None])
 def test_a_disk_that_is_full_ends_the_wait_and_the_next_save_is_right(
@@ -282,7 +282,7 @@ def test_too_little_is_refused_where_the_option_is_given(pending: int) -> None:
 # ---- accelerators ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accelerator", [SIMULATED], indirect=True)
 @pytest.mark.parametrize("overlap", [False, True])
 @both_layouts

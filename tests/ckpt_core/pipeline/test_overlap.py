@@ -117,6 +117,7 @@ def waits_on_the_host(save: Callable[[], None], side: torch.Stream, device: Any)
     return waited
 
 
+@pytest.mark.sampled(1)
 def test_neither_the_save_nor_the_step_waits_on_the_host(training: Training) -> None:
     side, current = training.side_stream(), torch.accelerator.current_stream()
     expected = training.on_host()
@@ -276,6 +277,7 @@ def test_every_step_is_saved_as_it_was(tmp_path: Path, layout: str, accelerator:
             assert_same_state(training.load(str(step)), wanted)
 
 
+@pytest.mark.sampled(2)
 @both_layouts
 @pytest.mark.parametrize(
     "make",
@@ -306,6 +308,7 @@ def test_every_step_of_an_optimizer_with_kernels_of_its_own_is_saved_as_it_was(
     assert not torch.equal(expected[0]["weight"], expected[1]["weight"])
 
 
+@pytest.mark.sampled(1)
 @both_layouts
 def test_steps_that_a_scaler_skips_and_steps_that_it_takes(
     tmp_path: Path, layout: str, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
@@ -669,6 +672,7 @@ def test_a_save_inside_of_a_capture_is_refused_before_anything_is_queued(
         assert not checkpointer.exists(tmp_path / "saved")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("interrupted", ["step", "streams"])
 def test_a_signal_handler_saves_at_any_moment(interrupted: str, training: Training) -> None:
     saves = 0

@@ -273,6 +273,7 @@ def alarm() -> Iterator[Any]:
     signal.signal(signal.SIGVTALRM, before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_a_signal_handler_may_save_while_a_save_is_running(strategy: Any, alarm: Any, tmp_path: Path) -> None:
     weights = {f"w{i}": torch.full((1000,), float(i)) for i in range(300)}
@@ -350,6 +351,7 @@ print((peak() - before) / size)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("sync")
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_extra_memory_is_bounded_whatever_the_number_of_saves(

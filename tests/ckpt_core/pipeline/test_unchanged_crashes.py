@@ -122,6 +122,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("sync-again-5")
 @pytest.mark.parametrize(
     ("strategy", "again", "stride"), [("sync", "new", 3), ("sync", "again", 5), ("async", "new", 13)]
@@ -178,6 +179,7 @@ def links(path: Path) -> list[int]:
     return sorted(file.stat().st_nlink for file in path.iterdir() if "unchanged" in file.name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_ranks_link_their_own_files_also_with_another_number_of_them(
     strategy: str, tmp_path: Path, fork_script: ScriptRunner

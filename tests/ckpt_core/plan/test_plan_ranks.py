@@ -350,6 +350,7 @@ def outcomes() -> dict[str, str]:
     return {}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "name", [f"{name} on {world} ranks" for name, (worlds, _) in CASES.items() for world in worlds]
 )

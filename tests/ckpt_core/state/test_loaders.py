@@ -114,7 +114,7 @@ class Counting(Dataset[Any]):
         return self.reads + 100 * self.side + 1000 * float(self.hits[0]) + 10000 * sum(self.last) + self.pool.read()
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "start_method", "done"),
     [(kind, "fork", done) for kind in (Noise, Counting) for done in (1, 2, 3, 5)]

@@ -624,6 +624,7 @@ def _begin_anew() -> None:
         CRITIC.weight.fill_(1.0)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("script", "name"),
     [

@@ -154,6 +154,7 @@ def test_many_records_leave_something_for_what_comes_after_them() -> None:
     assert "transforms.0.own" in [path for path, _ in find_generators(owner)]
 
 
+@pytest.mark.extended
 def test_a_look_keeps_nothing_alive() -> None:
     class Holds:
         def __init__(self) -> None:

@@ -50,6 +50,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=os.getcwd())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["rclone", "azurite"])
 def test_saves_that_nobody_waits_for(kind: str, server_of: Callable[[str], Server]) -> None:
     server = server_of(kind)

@@ -184,6 +184,7 @@ def test_on_a_store(server_of: Callable[[str], Server], run: Path, tmp_path: Pat
     assert "no such file, directory or bucket" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_from_one_store_to_another(
     server_of: Callable[[str], Server], run: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -65,7 +65,7 @@ class TestContract(StorageContract):
     def test_what_is_written_is_read(self, size: int, storage: Storage, root: str) -> None:
         super().test_what_is_written_is_read(size, storage, root)
 
-    @pytest.mark.each_value
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("size", [3 * WINDOW, 3 * WINDOW + 5 * MIB + 4711], ids=["whole parts", "and a rest"])
     def test_a_large_file_from_several_threads(self, size: int, storage: Storage, root: str) -> None:
         path = f"{root}/large.ckpt"
@@ -110,6 +110,7 @@ class TestContract(StorageContract):
         assert storage.list(root) == []
         assert unfinished_uploads(root, storage) == []
 
+    @pytest.mark.sampled(3)
     def test_names_are_not_patterns(self, storage: Storage, root: str, place_name: str) -> None:
         names = ["a=1.ckpt", "a[=]1.ckpt", "b c+ü.ckpt", "d%20e.ckpt", "f#g.ckpt"]
         if place_name == "gcs":
@@ -137,6 +138,7 @@ class TestContract(StorageContract):
         assert storage.exists(f"{root}/one")
         assert storage.list(f"{root}/d") == []
 
+    @pytest.mark.sampled(3)
     def test_a_killed_process_leaves_nothing_visible(
         self, place: Place, storage: Storage, root: str, tmp_path_factory: pytest.TempPathFactory
     ) -> None:

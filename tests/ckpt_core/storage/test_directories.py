@@ -47,7 +47,7 @@ def value_at(checkpointer: DirectoryCheckpointer, path: str) -> float:
         return value
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_the_life_of_directories(strategy: Any, place: tuple[str, dict[str, Any]]) -> None:
     root, options = place

@@ -67,6 +67,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "and not obstore" in record.getMessage()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.extended_cells("ceph-ObstoreWriter-")
 @pytest.mark.parametrize(
     ("place", "writes", "why"),
@@ -216,6 +217,7 @@ def test_a_proxy_of_the_environment(server_of: ServerOf, monkeypatch: pytest.Mon
     storage_for(path, options)
 
 
+@pytest.mark.extended
 def test_credentials_are_those_that_s3fs_finds(
     server_of: ServerOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +305,7 @@ def test_a_name_that_obstore_would_change(server_of: ServerOf) -> None:
         assert [entry["Key"] for entry in found["Contents"]] == [name]
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 @pytest.mark.parametrize("size", [0, 1, 5 * 2**20 - 1, 5 * 2**20, 5 * 2**20 + 1, 11 * 2**20])
 def test_pieces_of_any_size(backend: str, size: int, server_of: ServerOf) -> None:
@@ -324,6 +326,7 @@ def test_pieces_of_any_size(backend: str, size: int, server_of: ServerOf) -> Non
         storage.remove(path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_memory_does_not_grow_with_the_object(backend: str, server_of: ServerOf) -> None:
     server = server_of("ceph")
@@ -377,7 +380,7 @@ def test_a_read_that_fails_is_made_again_by_fsspecs_client(server_of: ServerOf, 
         assert fetched == [], "obstore is used again"
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: ServerOf) -> None:
@@ -404,8 +407,8 @@ def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: Se
                     assert read(direct, path) == CONTENT[:size], (kind, request)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("fsspec-parts")
-@pytest.mark.each_value
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_an_answer_in_the_place_of_the_stores_is_no_answer(backend: str, size: int, server_of: ServerOf) -> None:
@@ -575,6 +578,7 @@ def test_credentials_of_google() -> None:
     assert asked_by("gs", filesystem) == ["Bearer of-google"]
 
 
+@pytest.mark.extended
 def test_a_signal_handler_saves_while_the_client_of_a_server_is_made(server_of: ServerOf) -> None:
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"

@@ -32,6 +32,7 @@ def wait_for_a_part(filesystem: Any, bucket: str, key: str) -> None:
     raise AssertionError("no part of the upload has arrived")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["moto", "ceph"])
 def test_only_uploads_that_have_been_silent_are_deleted(kind: str, server_of: Callable[[str], Server]) -> None:
     server = server_of(kind)
@@ -93,6 +94,7 @@ def save(checkpointer: Checkpointer | DirectoryCheckpointer, path: str) -> None:
     checkpointer.wait()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["moto", "ceph"])
 def test_a_process_cleans_a_directory_up_once(
     kind: str, server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch

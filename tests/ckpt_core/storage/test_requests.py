@@ -34,7 +34,7 @@ def state_of(tensors: int, nbytes: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.each_value
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tensors", "nbytes", "expected"),
     [

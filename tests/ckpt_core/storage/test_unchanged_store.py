@@ -17,6 +17,7 @@ from tests.support.stores import storage_at
 SAVES = 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("moto obstore")
 @pytest.mark.parametrize("place", ["moto", "moto obstore", "azurite"])
 def test_a_fine_tune_uploads_what_is_trained(place: str, server_of: Callable[[str], Server]) -> None:

@@ -387,6 +387,7 @@ def test_a_failure_while_closing_is_raised_by_it(setting: Setting) -> None:
     assert setting.names_here() == ["0"]
 
 
+@pytest.mark.sampled(1)
 def test_closing_leaves_what_a_store_that_is_down_for_long_does_not_take(
     setting: Setting, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
