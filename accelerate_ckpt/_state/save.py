@@ -379,6 +379,6 @@ def _named(error: SerializationError, accelerator: Any) -> SerializationError:
         f"{error.message}",
         path=error.path,
         key=error.key,
-        remedy="let its state_dict return tensors, numbers, text, and lists and dictionaries of them: a checkpoint "
-        "holds nothing whose loading would run code",
+        remedy="let its state_dict return tensors (of a sharded one this rank's part, `to_local()`), numbers, text, "
+        "and lists and dictionaries of them: a checkpoint holds nothing whose loading would run code",
     )
