@@ -118,8 +118,10 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in _PLAIN:
+        return False  # a parameter of a lazy module has no memory to ask about before the first pass
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return type(tensor) in _PLAIN and is_dense and not (tensor.is_cpu or tensor.is_meta or tensor.is_quantized)
+    return is_dense and not (tensor.is_cpu or tensor.is_meta or tensor.is_quantized)
 
 
 def _update_with(tensor: torch.Tensor, update: _Update) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -204,6 +205,8 @@ class UserAttributes(Live):
             for path, digest in changed[name].items():
                 by_hooks = path in made or path in self._by_hooks_before.get(name, {})
                 if path in made_by_steps[name] or (not looks and path in kept) or (not in_epoch and by_hooks):
+                    continue
+                if _is_in_extra_state(owner, path):
                     continue
                 look = (name, path, ends and path in new)  # code that reads one that does not exist fails
                 is_as_begun = digest in (start.get(path), begun.get(path), made.get(path))
@@ -463,6 +466,13 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
         line,
         module=cls.__module__,
     )
+
+
+def _is_in_extra_state(owner: Any, path: str) -> bool:
+    """Return whether a module on the way to an attribute puts more than tensors into the ``state_dict``."""
+    names = path.split(".")
+    holders = [holder_of(owner, ".".join(names[: number + 1])) for number in range(len(names))]
+    return any(isinstance(one, Module) and type(one).get_extra_state is not Module.get_extra_state for one in holders)
 
 
 def _holds_state(kind: type) -> bool:

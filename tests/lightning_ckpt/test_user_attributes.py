@@ -1170,6 +1170,38 @@ def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
     assert fit(Plain(), STOCK[name](), tmp_path) == []
 
 
+class Holding(torch.nn.Module):
+    """Keeps a total, and puts it into the ``state_dict`` of the model that it is a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.kept = 0.0, types.SimpleNamespace(total=0.0)
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.total += float(loss)
+        self.kept.total = self.total
+        return loss * (1 + self.kept.total)
+
+    def get_extra_state(self) -> Any:
+        return {"total": self.total}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.total = self.kept.total = state["total"]
+
+
+class HasOne(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = torch.nn.ModuleList([Holding()])
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.held[0](super().loss(batch))
+
+
+def test_what_a_submodule_puts_into_the_state_dict_is_not_named(tmp_path: Path) -> None:
+    assert fit(HasOne(), [], tmp_path) == []
+
+
 class Searched(Plain):
     """Has the attributes that searches set before the training."""
 
