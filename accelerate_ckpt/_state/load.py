@@ -123,7 +123,7 @@ def find_resume(
     and raises if there are some and none is usable. ``what`` names the operation in errors.
     """
     _wait_for_saves(session, root)
-    auto = session.auto_resume = AutoResume(session, root)
+    auto = session.auto_resume = AutoResume(session, root, session.auto_resume)
     _termination.protect()
     path = session.agreement.asked_of_rank_zero(what, lambda: newest(session, root, auto))
     if path is None:

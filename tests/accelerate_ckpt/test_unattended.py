@@ -318,6 +318,29 @@ def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(ranks: Ranks, tmp
     assert (tmp_path / "checkpoints" / "step_6").exists()
 
 
+def test_a_start_that_loads_again_and_again_is_one_attempt(ranks: Ranks, tmp_path: Path) -> None:
+    loading = """
+        accelerator = attach(Accelerator(), strategy="sync", resume="auto", checkpoint_dir=folder)
+        resumed = []
+        for batch_size in (64, 32, 16, 8, 4):  # find_executable_batch_size
+            accelerator.free_memory()
+            model = nn.Linear(2, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            accelerator.load_state()
+            resumed.append(str(accelerator.resumed.path) if accelerator.resumed else None)
+        tell(resumed=resumed)
+        for step in (1, 2) if resumed[0] is None else ():
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            accelerator.save_state(f"{folder}/step_{step}")
+        os._exit(0)
+    """
+    folder = str(tmp_path / "run")
+    ranks.run(loading, 1, folder=folder)
+    (result,) = ranks.run(loading, 1, folder=folder)
+    assert result.told["resumed"] == [f"{folder}/step_2"] * 5
+
+
 @pytest.mark.parametrize(
     ("ended_by", "is_crash"),
     [(KeyboardInterrupt(), False), (StateMismatchError("another model"), False), (OSError(), True)],
