@@ -604,6 +604,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         return super()._monitor_candidates(trainer)
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        if trainer.fast_dev_run:
+            return  # ModelCheckpoint's on_train_end saves a trial run's weights, which the next start would go on from
         self._copy_of = self._saved_by_this_trigger if _saves_through_plugin(trainer.strategy) else None
         if self._last_checkpoint_saved == self._last_model_path:
             self._last_checkpoint_saved = ""  # Lightning 2.5.0 would replace the file with a link to itself

@@ -145,8 +145,11 @@ def test_what_the_trainer_has_trained_itself_is_continued(tmp_path: Path) -> Non
 
 def test_trials_and_validations_resume_nothing(tmp_path: Path) -> None:
     started(tmp_path, steps=4)
-    trainer = started(tmp_path, trainer={"fast_dev_run": True, "max_steps": -1, "limit_val_batches": 1})
+    before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    trial = {"fast_dev_run": True, "max_steps": -1, "limit_val_batches": 1}
+    trainer = started(tmp_path, trainer=trial, save_last=True)
     assert trainer.callback.resumed is None
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
     model = model_of()
     trainer = started(tmp_path, fits=False, trainer={"limit_val_batches": 1})
     trainer.validate(model, verbose=False)
