@@ -38,8 +38,7 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 log = logging.getLogger(__name__)
 
 _makers = Patches()  # wraps the creation of every Accelerator
-_methods = Patches()  # call the original for an Accelerator without a session
-_signals = Patches()  # inform a session; without one, they only call the original
+_methods = Patches()  # without a session, they only call the original
 _attached: weakref.WeakKeyDictionary[Any, CheckpointConfig] = weakref.WeakKeyDictionary()
 _installed: list[CheckpointConfig] = []  # at most one: the options of Accelerators without attach
 
@@ -119,7 +118,6 @@ def uninstall() -> None:
         close_sessions()
         _makers.undo()
         _methods.undo()
-        _signals.undo()
 
 
 def drain(*, raised: bool, tell_trackers: bool = False) -> None:
@@ -224,13 +222,6 @@ def _end_training(original: Any, accelerator: Any) -> None:
         original(accelerator)
 
 
-_AROUND: dict[str, Callable[..., Any]] = {
-    "save_state": _save_state,
-    "load_state": _load_state,
-    "end_training": _end_training,
-}
-
-
 _LOCAL_SGD: dict[str, Callable[[Session, Any], None]] = {
     "__enter__": lambda session, context: session.local_sgd.entered(context),
     "__exit__": lambda session, context: session.local_sgd.left(context),
@@ -241,21 +232,21 @@ _LOCAL_SGD: dict[str, Callable[[Session, Any], None]] = {
 def _listen() -> None:
     # On the class, so that a method of the user's own subclass is called first, and reaches ours through super().
     if not _methods:
-        for name, around in _AROUND.items():
-            _methods.wrap(Accelerator, name, around)
-    if not _signals:
-        _signals.wrap(Accelerator, "prepare_model", _prepare_model)
-        _signals.wrap(Accelerator, "prepare", _prepare)
-        _signals.wrap(Accelerator, "prepare_data_loader", _prepare_data_loader)
-        _signals.wrap(Accelerator, "backward", _backward)
-        _signals.wrap(Accelerator, "log", _log)
-        _signals.wrap(Accelerator, "join_uneven_inputs", _join_uneven_inputs)
-        _signals.wrap(AcceleratedOptimizer, "step", _optimizer_step)
-        _signals.wrap(DataLoaderShard, "__iter__", _iterate)
-        _signals.wrap(DataLoaderDispatcher, "__iter__", _iterate)
-        _signals.wrap(DataLoader, "__iter__", unprepared.iterate)
+        _methods.wrap(Accelerator, "save_state", _save_state)
+        _methods.wrap(Accelerator, "load_state", _load_state)
+        _methods.wrap(Accelerator, "end_training", _end_training)
+        _methods.wrap(Accelerator, "prepare_model", _prepare_model)
+        _methods.wrap(Accelerator, "prepare", _prepare)
+        _methods.wrap(Accelerator, "prepare_data_loader", _prepare_data_loader)
+        _methods.wrap(Accelerator, "backward", _backward)
+        _methods.wrap(Accelerator, "log", _log)
+        _methods.wrap(Accelerator, "join_uneven_inputs", _join_uneven_inputs)
+        _methods.wrap(AcceleratedOptimizer, "step", _optimizer_step)
+        _methods.wrap(DataLoaderShard, "__iter__", _iterate)
+        _methods.wrap(DataLoaderDispatcher, "__iter__", _iterate)
+        _methods.wrap(DataLoader, "__iter__", unprepared.iterate)
         for name, tell in _LOCAL_SGD.items():
-            _signals.wrap(LocalSGD, name, _of_local_sgd(tell))
+            _methods.wrap(LocalSGD, name, _of_local_sgd(tell))
 
 
 def _prepare_model(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
