@@ -11,19 +11,15 @@ from ckpt_core.errors import StateMismatchError
 class LocalSgdState:
     """The ``LocalSGD`` contexts of one Accelerator.
 
-    ``active`` are the open contexts, in the order in which they were entered. Only weights are averaged, so
-    ``moments_differ`` (the optimizers' states differ between ranks) stays true after the context.
+    ``active`` are the open contexts, in the order in which they were entered; while there are any, the ranks' weights
+    differ. Only weights are averaged, so ``moments_differ`` (the optimizers' states differ between ranks) stays true
+    after the context.
     """
 
     def __init__(self) -> None:
         self.active: list[Any] = []
         self.moments_differ = False
         self._resumed_steps: list[int] = []
-
-    @property
-    def weights_differ(self) -> bool:
-        """Whether the ranks' weights differ now."""
-        return bool(self.active)
 
     def entered(self, context: Any) -> None:
         """Note that training under LocalSGD begins; continue with the count of a resumed context."""

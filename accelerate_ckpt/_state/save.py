@@ -292,7 +292,7 @@ def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
     if is_sharded(accelerator):
         parts = sharded_parts(accelerator)
     else:
-        kind = Kind.PER_RANK if local_sgd.weights_differ else Kind.REPLICATED
+        kind = Kind.PER_RANK if local_sgd.active else Kind.REPLICATED
         parts = model_parts(accelerator._models, weights, kind)
         parts += optimizer_parts(accelerator._optimizers, moments)
     parts += scheduler_parts(accelerator._schedulers)
