@@ -22,5 +22,4 @@ def wait_if_small(checkpointer: CheckpointerBase, sizes: Iterable[int]) -> None:
         total += size
         if total > SMALL_STATE_BYTES:
             return
-    if total <= SMALL_STATE_BYTES:
-        checkpointer.drain(timeout=LONGEST_WAIT_FOR_SMALL_SECONDS)
+    checkpointer.drain(timeout=LONGEST_WAIT_FOR_SMALL_SECONDS)
