@@ -275,16 +275,16 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._being_saved: tuple[str, int] | None = None
         self._resumes = True
         self._has_moved = False  # whether the directory was moved since the checkpoint that the run resumes from
-        before_look_ups(_introduce)
-        if self._auto is not None:
-            find_path_when_none(find_resume, ExactState.resumed_ahead)
-        rehearse_if_asked()
+        self._listen()
         if rehearse and not is_rehearsed():
             before_launches(_rehearse_first)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        before_look_ups(_introduce)  # a spawned process unpickles the callback, and has no hooks yet
+        self._listen()  # a spawned process unpickles the callback, and has no hooks yet
+
+    def _listen(self) -> None:
+        before_look_ups(_introduce)
         if self._auto is not None:
             find_path_when_none(find_resume, ExactState.resumed_ahead)
         rehearse_if_asked()
@@ -670,7 +670,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._forget_what_was_not_saved(trainer)
         _forget_beyond_top_k(self)
         if self._memory is not None:
-            self._memory.training_starts()
+            self._memory.tier.begin_at(trainer.global_step)
         if self._preemption is not None:
             directory, root, resumed = (
                 os.fspath(p or "") for p in (self.dirpath, trainer.default_root_dir, trainer.ckpt_path)

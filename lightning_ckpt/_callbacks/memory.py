@@ -83,9 +83,6 @@ class MemorySnapshots(Live):
         theirs: CheckpointInfo | None = self._trainer.strategy.broadcast(found)
         return theirs
 
-    def training_starts(self) -> None:
-        self.tier.begin_at(self._trainer.global_step)
-
     def after_batch(self) -> None:
         """Take a snapshot if one is due, on all ranks together; rank 0 decides whether there is room and time."""
         trainer = self._trainer
