@@ -148,7 +148,7 @@ class EpochStart:
     @contextlib.contextmanager
     def _kept_weights(self, module: torch.nn.Module) -> Iterator[None]:
         trainer = self._internals.trainer
-        owners = [module, *(cb for cb in trainer.callbacks)]
+        owners = [module, *trainer.callbacks]
         if not any(_may_change_weights(type(owner)) for owner in owners):
             yield
             return

@@ -64,11 +64,7 @@ class FollowedMetric:
 
     def state(self) -> dict[str, Any] | None:
         """Return its state, if it has been updated."""
-        plain = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in _plain(self.metric).items()
-            if not _same(value, self.begun.get(name))
-        }
+        plain = {n: _copy(v) for n, v in _plain(self.metric).items() if not _same(v, self.begun.get(n))}
         # a metric that wraps others may be updated without counting the update
         return _state(self.metric, plain) if plain or self.metric._update_count else None
 
@@ -158,7 +154,7 @@ def follow_metrics(module: torch.nn.Module, known: Iterable[FollowedMetric] = ()
     begun = {id(followed.metric): followed.begun for followed in known}
     found = []
     for name, metric in torchmetrics_of(module):
-        plain = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in _plain(metric).items()}
+        plain = {n: _copy(v) for n, v in _plain(metric).items()}
         found.append(FollowedMetric(name, metric, begun.get(id(metric), plain)))
     return found
 
