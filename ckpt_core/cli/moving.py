@@ -62,12 +62,6 @@ def add_commands(commands: Commands) -> None:
         verb.add_argument("sources", nargs="+", metavar="SOURCE", help="a checkpoint, or a directory of them")
         verb.add_argument("target", metavar="TARGET", help="path or URL")
         verb.add_argument("-f", "--force", action="store_true", help="replace another checkpoint at the target")
-        verb.add_argument(
-            "--target-storage-options",
-            type=json_object,
-            metavar="JSON",
-            help="--storage-options of the target, if they differ",
-        )
 
     sync = commands.add(
         "sync",
@@ -88,12 +82,13 @@ def add_commands(commands: Commands) -> None:
     sync.add_argument("--verify", action="store_true", help="also compare every byte of what is already there")
     sync.add_argument("-n", "--dry-run", action="store_true", help="only show what would be done")
     sync.add_argument("-y", "--yes", action="store_true", help="do not ask before deleting")
-    sync.add_argument(
-        "--target-storage-options",
-        type=json_object,
-        metavar="JSON",
-        help="--storage-options of the target, if they differ",
-    )
+    for name in ("cp", "mv", "sync"):
+        commands.parsers[name].add_argument(
+            "--target-storage-options",
+            type=json_object,
+            metavar="JSON",
+            help="--storage-options of the target, if they differ",
+        )
 
 
 def _transfer_all(options: Options) -> int:
