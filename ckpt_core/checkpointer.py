@@ -245,11 +245,7 @@ class CheckpointerBase:
 
     def take_failure(self) -> CheckpointError | None:
         """Return, instead of raising, a background failure that has not been raised yet. Does not block."""
-        for queue in self._queues:
-            failure = queue.take_failure()
-            if failure is not None:
-                return failure
-        return None
+        return next((failure for queue in self._queues if (failure := queue.take_failure()) is not None), None)
 
     def raise_failure(self) -> None:
         """Raise a background failure that has not been raised yet. Does not block."""
