@@ -107,9 +107,9 @@ class LateCopy:
 class SideStreams:
     """One side stream per device of the tensors, each of which starts after the work this thread has queued there.
 
-    False, and free of cost, if no tensor is on a device. If a device has no second stream, the constructor waits for
-    it. The memory of the tensors must stay allocated until :meth:`synchronize`. ``may_be_late`` says whether copies may
-    be queued without blocking, because every device has a side stream to wait for.
+    Free of cost if no tensor is on a device. If a device has no second stream, the constructor waits for it. The memory
+    of the tensors must stay allocated until :meth:`synchronize`. ``may_be_late`` says whether copies may be queued
+    without blocking, because every device has a side stream to wait for.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -125,9 +125,6 @@ class SideStreams:
             else:
                 side.wait_stream(current)
                 self._streams[device] = side
-
-    def __bool__(self) -> bool:
-        return bool(self._streams)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
