@@ -150,7 +150,6 @@ class ExactState(Live):
         self._modes_outside: dict[str, dict[str, bool]] = {}
         self._averaged = False
         self._backward = False
-        self._leaves_gradients = False  # whether the module's own optimizer_zero_grad does not clear all gradients
         self._open_gradients: set[int] = set()
         self._tensors: list[torch.Tensor] = []
         self._metrics: list[FollowedMetric] = []
@@ -368,7 +367,7 @@ class ExactState(Live):
         if self._data.attempts <= self._data.begun + self._internals.prefetched:
             # a training_step that takes the iterator is counted before it fetches
             self._counters.pass_begins(self._data.begun + self._internals.steps_take_the_iterator)
-        if not self._counts_open(self._internals.counts()["batch"]["ready"]):
+        if not self._window_open(self._internals.counts()["batch"]["ready"]):
             self._accumulation.window_closed()
         if self.at_moment is not None:
             self.at_moment()
@@ -407,12 +406,8 @@ class ExactState(Live):
         self._averaged = averaged
 
     def backward_begins(self) -> None:
-        """Note that a backward pass begins to change gradients, and whether ``optimizer_zero_grad`` left some."""
+        """Note that a backward pass begins to change gradients."""
         self._backward = True
-        module = self._trainer.lightning_module
-        if module.automatic_optimization and is_users_own(type(module).optimizer_zero_grad):
-            is_first = not self._counts_open(self._internals.counts()["batch"]["ready"] - 1)
-            self._leaves_gradients |= is_first and any(p.grad is not None for p in module.parameters())
 
     def gradients_added(self, module: torch.nn.Module) -> None:
         """Note open gradients after a backward pass, if only the user's code knows when a window ends."""
@@ -665,7 +660,6 @@ class ExactState(Live):
                 "cut_after": None if in_epoch or ends else self._cut_after(progress["batch"]),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
-                "leaves_gradients": self._leaves_gradients,
             },
             "per_rank": {
                 "rng": rng.encode(),
@@ -733,9 +727,6 @@ class ExactState(Live):
         return notes
 
     def _window_open(self, batches: int) -> bool:
-        return self._leaves_gradients or self._counts_open(batches)
-
-    def _counts_open(self, batches: int) -> bool:
         return batches % int(self._trainer.accumulate_grad_batches) != 0
 
     def _gradients(self, batches: int, in_epoch: bool, *, copies: bool) -> dict[str, torch.Tensor]:
@@ -743,8 +734,7 @@ class ExactState(Live):
         if not module.automatic_optimization:
             opened = ((name, p) for name, p in module.named_parameters() if id(p) in self._open_gradients)
             return capture_gradients(opened, copies=copies)
-        is_open = self._leaves_gradients or (in_epoch and self._counts_open(batches))
-        is_kept = is_open and not keeps_whole_gradients(self._trainer.strategy)
+        is_kept = in_epoch and self._window_open(batches) and not keeps_whole_gradients(self._trainer.strategy)
         return capture_gradients(module.named_parameters(), copies=copies) if is_kept else {}
 
     def _unswap_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
@@ -893,7 +883,6 @@ class ExactState(Live):
         if not resharded and hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
             self._trainer.strategy.model.require_forward_param_sync = mine.get("takes_buffers", True)
         self._restore_gradients(module, mine["gradients"])
-        self._leaves_gradients = shared.get("leaves_gradients", False)
         self._users.generators.look()
         self._users.generators.restore_generators(mine.get("generators", {}))
         if "modes" in shared:

@@ -469,10 +469,15 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
 
 
 def _is_in_extra_state(owner: Any, path: str) -> bool:
-    """Return whether a module on the way to an attribute puts more than tensors into the ``state_dict``."""
+    """Return whether a module of the owner on the way to an attribute puts more than tensors into the ``state_dict``."""
     names = path.split(".")
     holders = [holder_of(owner, ".".join(names[: number + 1])) for number in range(len(names))]
-    return any(isinstance(one, Module) and type(one).get_extra_state is not Module.get_extra_state for one in holders)
+    more = {
+        id(one)
+        for one in holders
+        if isinstance(one, Module) and type(one).get_extra_state is not Module.get_extra_state
+    }
+    return bool(more) and isinstance(owner, Module) and any(id(module) in more for module in owner.modules())
 
 
 def _holds_state(kind: type) -> bool:

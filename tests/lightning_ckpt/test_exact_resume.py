@@ -638,35 +638,6 @@ def test_buffers_that_training_makes_are_put_back(at: tuple[str, int], tmp_path:
     assert found == expected
 
 
-class LeavesGradients(Model):
-    """Lets gradients decay instead of clearing them; with ``every``, clears those of so many steps together."""
-
-    def __init__(self, every: int | None = None) -> None:
-        super().__init__()
-        self.every = every
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if self.every is None:
-            for gradient in (p.grad for p in self.parameters() if p.grad is not None):
-                gradient.mul_(0.5)
-        elif batch_idx % self.every == 0:
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("every", "at"),
-    [(None, ("on_train_batch_end", MID)), (None, ("on_train_epoch_end", 1)), (4, ("on_train_batch_end", MID))],
-)
-def test_gradients_that_the_module_does_not_clear_are_put_back(
-    every: int | None, at: tuple[str, int], tmp_path: Path
-) -> None:
-    no_validation = {"limit_val_batches": 0}  # Lightning clears gradients before one
-    training = Training(functools.partial(LeavesGradients, every), trainer=no_validation)
-    expected, found, said = train_and_resume(training, tmp_path, at)
-    assert not said
-    assert found == expected
-
-
 class IsLazy(Model):
     """Has a layer whose weights exist from the first step on."""
 

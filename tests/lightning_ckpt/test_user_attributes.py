@@ -1202,6 +1202,20 @@ def test_what_a_submodule_puts_into_the_state_dict_is_not_named(tmp_path: Path) 
     assert fit(HasOne(), [], tmp_path) == []
 
 
+class HoldsOne(Callback):
+    """Has such a module, which is in no ``state_dict`` here."""
+
+    def __init__(self) -> None:
+        self.held = Holding()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.held(torch.ones(()))
+
+
+def test_a_module_that_is_in_no_state_dict_is_named(tmp_path: Path) -> None:
+    assert any("HoldsOne" in said and "held.total" in said for said in fit(Plain(), [HoldsOne()], tmp_path))
+
+
 class Searched(Plain):
     """Has the attributes that searches set before the training."""
 
