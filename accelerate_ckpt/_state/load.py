@@ -23,6 +23,7 @@ from accelerate_ckpt._state.parts import (
     apply_sharded,
     check_optimizer,
     check_weights,
+    has_more_optimizers,
     is_sharded,
     load_model,
     read_sharded,
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 _INEXACT = "not exact, see the warning"
 _IF_AS_READ = "exact if data that is read again is as it was, which is compared"
+_LEFT_OUT = "under FSDP, one optimizer for each model is saved, as in Accelerate: further ones begin anew"
 _LOADERS_STAY = "loaders stay where they are, because this process has trained"
 _BUT_AN_END = (
     ", but it was saved in the body of an epoch's last batch: a script that begins with the next epoch does not "
@@ -364,7 +366,8 @@ class _Ours:
         session.variables.resume(own.get("script", {}))
         # Last, because it sets the random generators, and what comes before may draw from them.
         is_exact = session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
-        notes = self._about.get("not_exact")
+        notes = list(self._about.get("not_exact", ()))
+        notes += [_LEFT_OUT] if self._sharded is not None and has_more_optimizers(accelerator) else []
         if notes:
             session.tell_once("not exact", f"this resume is not guaranteed to be exact: {'; '.join(notes)}")
         is_exact &= not notes and not self._about.get("of_stock") and len(self._saved_by) == self._saved_world_size

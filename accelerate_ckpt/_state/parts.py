@@ -144,8 +144,6 @@ def load_model(
 
 # Only this rank's piece of each tensor, on its present device.
 _PIECES = StateDictOptions(full_state_dict=False, cpu_offload=False)
-# What has been read has the names of the state here, less parameters that no step has used.
-_READ = StateDictOptions(full_state_dict=False, cpu_offload=False, strict=False)
 
 
 def is_sharded(accelerator: Any) -> bool:
@@ -153,8 +151,13 @@ def is_sharded(accelerator: Any) -> bool:
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
+def has_more_optimizers(accelerator: Any) -> bool:
+    """Whether there are optimizers that :func:`sharded_parts` leaves out, as Accelerate does."""
+    return len(accelerator._optimizers) > len(accelerator._models)
+
+
 def sharded_parts(accelerator: Any) -> list[Part]:
-    """Return models and optimizers in pieces."""
+    """Return models and optimizers in pieces; each optimizer belongs to the model with its number, as in Accelerate."""
     found = [
         Part(
             indexed("model", index),
@@ -164,21 +167,9 @@ def sharded_parts(accelerator: Any) -> list[Part]:
         )
         for index, model in enumerate(accelerator._models)
     ]
-    for index, (model, optimizer) in enumerate(_optimizers_and_models(accelerator)):
-        state = get_optimizer_state_dict(model, optimizer, options=_PIECES)
+    for index, (model, optimizer) in enumerate(zip(accelerator._models, accelerator._optimizers, strict=False)):
+        state = get_optimizer_state_dict(model, optimizer.optimizer, options=_PIECES)
         found.append(Part(indexed("optimizer", index), state, Kind.SHARDED))
-    return found
-
-
-def _optimizers_and_models(accelerator: Any) -> list[tuple[Any, Any]]:
-    """Return each optimizer after the model that it trains: the one with its number, as in Accelerate, or another."""
-    models = list(accelerator._models)
-    found = []
-    for index, optimizer in enumerate(one.optimizer for one in accelerator._optimizers):
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        likely = [*models[index : index + 1], *models]
-        owners = [model for model in likely if any(id(one) in trained for one in model.parameters())]
-        found += [(model, optimizer) for model in (owners or likely)[:1]]
     return found
 
 
@@ -189,22 +180,7 @@ def read_sharded(accelerator: Any, checkpoint: DirectoryCheckpoint) -> list[Any]
     """
     # The targets first: creating them takes all ranks, while reading may fail on one.
     targets = sharded_parts(accelerator)
-    for target in targets[len(accelerator._models) :]:
-        _leave_out_unused(target, checkpoint)
     return [checkpoint.load(target.name, into=target.state) for target in targets]
-
-
-def _leave_out_unused(target: Part, checkpoint: DirectoryCheckpoint) -> None:
-    """Remove from an optimizer's state the parameters that no step of the saved run had used.
-
-    The checkpoint has no moments of them, but to read the state of an optimizer that has not stepped makes some.
-    """
-    saved = checkpoint.parts[target.name].tensors if target.name in checkpoint.parts else {}
-    begins = {name[:at] for name in saved for at, letter in enumerate(name) if letter == "."}
-    used = {name for name in target.state["state"] if f"state.{name}" in begins}
-    for name, moments in list(target.state["state"].items()):
-        if used and name not in used and any(True for _ in tensors(moments)):
-            del target.state["state"][name]
 
 
 def apply_sharded(accelerator: Any, states: Sequence[Any]) -> None:
@@ -212,5 +188,5 @@ def apply_sharded(accelerator: Any, states: Sequence[Any]) -> None:
     models = accelerator._models
     for model, state in zip(models, states, strict=False):
         set_model_state_dict(model, state, options=_PIECES)
-    for (model, optimizer), state in zip(_optimizers_and_models(accelerator), states[len(models) :], strict=False):
-        set_optimizer_state_dict(model, optimizer, state, options=_READ)
+    for model, optimizer, state in zip(models, accelerator._optimizers, states[len(models) :], strict=False):
+        set_optimizer_state_dict(model, optimizer.optimizer, state, options=_PIECES)

@@ -469,7 +469,7 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
 
 
 def _is_in_extra_state(owner: Any, path: str) -> bool:
-    """Return whether a module of the owner on the way to an attribute puts more than tensors into the ``state_dict``."""
+    """Return whether a module of the owner that has the attribute puts more than tensors into the ``state_dict``."""
     names = path.split(".")
     holders = [holder_of(owner, ".".join(names[: number + 1])) for number in range(len(names))]
     more = {

@@ -88,8 +88,9 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: 
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= files
 
 
-def test_two_optimizers_of_one_model_both_go_on(ranks: Ranks, tmp_path: Path) -> None:
-    names = {**NAMES, "saved": str(tmp_path / "saved")}
+def test_a_second_optimizer_of_a_model_is_said_to_begin_anew(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     both = PREPARED.replace(
         "torch.optim.AdamW(model.parameters(), lr=0.01)",
         "torch.optim.AdamW([one for one in model.parameters() if one.ndim > 1], lr=0.01)\n"
@@ -97,29 +98,14 @@ def test_two_optimizers_of_one_model_both_go_on(ranks: Ranks, tmp_path: Path) ->
     )
     both = both.replace("prepare(model,", "prepare(model, biases,").replace("    model, opt", "    model, biases, opt")
     both = both.replace("optimizer.step()", "optimizer.step(), biases.step(), biases.zero_grad()")
-    ending = "    tell(losses=losses)\n    accelerator.end_training()\n"
-    whole = ranks.run(both + "    train(11, save_after=6)\n" + ending, 2, seed=0, **names)
-    resumed = ranks.run(both + "    accelerator.load_state(saved)\n    train(5)\n" + ending, 2, seed=1, **names)
-    for rank in range(2):
-        assert whole[rank].error is None and resumed[rank].error is None
-        assert resumed[rank].told["losses"] == whole[rank].told["losses"][6:]
-
-
-def test_a_parameter_that_no_step_has_used_stops_no_resume(ranks: Ranks, tmp_path: Path) -> None:
     names = {**NAMES, "saved": str(tmp_path / "saved")}
-    unused = PREPARED.replace(
-        "    optimizer = torch",
-        "    model.later, steps = nn.Linear(63, 63), iter(range(done, 99))\n"
-        "    model.forward = lambda x: model[2](model[0](x) if next(steps) < 6 else model.later(model[0](x)))\n"
-        "    optimizer = torch",
+    ranks.run(both + "    train(6, save_after=6)\n    accelerator.end_training()\n", 2, seed=0, **names)
+    resumed = ranks.run(
+        both + "    accelerator.load_state(saved)\n    accelerator.end_training()\n", 2, seed=1, **names
     )
-    ending = "    tell(losses=losses)\n    accelerator.end_training()\n"
-    whole = ranks.run(unused + "    train(11, save_after=6)\n" + ending, 2, seed=0, done=0, **names)
-    loading = "    accelerator.load_state(saved)\n    train(5)\n"
-    resumed = ranks.run(unused + loading + ending, 2, seed=1, done=6, **names)
-    for rank in range(2):
-        assert whole[rank].error is None and resumed[rank].error is None
-        assert resumed[rank].told["losses"] == whole[rank].told["losses"][6:]
+    assert [rank.error for rank in resumed] == [None, None]
+    output = "".join(capfd.readouterr())
+    assert "not guaranteed to be exact: under FSDP, one optimizer for each model is saved" in output, output
 
 
 @pytest.mark.sampled(1)
