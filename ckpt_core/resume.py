@@ -128,10 +128,12 @@ class ResumeAttempts:
             ]
         self._limit = limit
         self._stepped_over: list[CheckpointInfo] = []
+        self._begun: set[str] = set()
 
     def in_order(self, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
         """Move checkpoints that the run crashed on too often to the end of the list; warn about skipped ones."""
         infos, counts = list(infos), self._read()
+        counts = {key: count - (key in self._begun) for key, count in counts.items()}  # this start has not crashed yet
         last = [info for info in infos if self._limit is not None and counts.get(_key(info), 0) >= self._limit]
         newly = [info for info in last if info not in self._stepped_over]
         self._stepped_over += newly
@@ -152,7 +154,10 @@ class ResumeAttempts:
         return [info.path for info in self._stepped_over]
 
     def begin(self, info: CheckpointInfo) -> None:
-        """Record that a run is being resumed from a checkpoint."""
+        """Record, once for this object, that a run is being resumed from a checkpoint."""
+        if _key(info) in self._begun:  # find_executable_batch_size loads for each batch size
+            return
+        self._begun.add(_key(info))
         counts = self._read()
         keys = {_key(each) for each in [*self._stepped_over, info]}
         counts = {key: count for key, count in counts.items() if key in keys}  # drop the counts of earlier crashes
@@ -161,6 +166,7 @@ class ResumeAttempts:
 
     def end(self) -> None:
         """Reset the record: the run ended normally or on request, so the checkpoint that it resumed from is sound."""
+        self._begun.clear()
         for storage, path in self._records:
             try:
                 if storage.exists(path):

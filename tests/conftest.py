@@ -141,7 +141,7 @@ def _extend(items: list[pytest.Item]) -> None:
             item.add_marker("extended")
         sampled = item.get_closest_marker("sampled")
         if (sampled or item.get_closest_marker("each_value")) and not any(
-            map(item.get_closest_marker, ("extended", "slow", "skip"))
+            map(item.get_closest_marker, ("extended", "slow", "skip", "gpu"))
         ):
             parameters = item.callspec.params  # type: ignore[attr-defined]
             tests[test][item] = {(name, id(value)) for name, value in parameters.items()}

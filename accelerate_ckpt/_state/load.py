@@ -125,7 +125,9 @@ def find_resume(
     and raises if there are some and none is usable. ``what`` names the operation in errors.
     """
     _wait_for_saves(session, root)
-    auto = session.auto_resume = AutoResume(session, root, session.auto_resume)
+    auto = session.auto_resume
+    if auto is None or auto.root != root:
+        auto = session.auto_resume = AutoResume(session, root)
     _termination.protect()
     path = session.agreement.asked_of_rank_zero(what, lambda: newest(session, root, auto))
     if path is None:

@@ -67,17 +67,14 @@ def as_at_start(session: Any, path: str) -> str:
 
 
 class AutoResume:
-    """Counts, on rank 0, how often the run was resumed from the checkpoints of one directory.
+    """Counts, on rank 0, how often the run was resumed from the checkpoints of one directory."""
 
-    ``before`` is that of an earlier load of this start, whose attempts are not counted again.
-    """
-
-    def __init__(self, session: Any, root: str, before: AutoResume | None = None) -> None:
+    def __init__(self, session: Any, root: str) -> None:
         config = session.config
         options = config.storage_options if is_remote(root) else None
+        self.root = root
         self._session = session
         self._is_counted = False
-        self._begun: set[tuple[str, Any]] = set() if before is None else before._begun
         self._attempts = ResumeAttempts(root, config.resume_attempts, storage_options=options, tiers=session.tiers)
 
     def in_order(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -89,9 +86,7 @@ class AutoResume:
     def begin(self, info: CheckpointInfo) -> None:
         """Count an attempt, once for each start, until the program has ended without a crash."""
         self._is_counted = True
-        if (info.path, info.committed) not in self._begun:  # find_executable_batch_size loads for each batch size
-            self._begun.add((info.path, info.committed))
-            self._attempts.begin(info)
+        self._attempts.begin(info)
         atexit.register(self.end)
 
     def end(self) -> None:
@@ -103,7 +98,6 @@ class AutoResume:
         is_counted, self._is_counted = self._is_counted, False
         if is_counted and isinstance(getattr(sys, "last_value", None), _NO_CRASH):
             self._attempts.end()
-            self._begun.clear()
 
     def crashed(self) -> None:
         """Count the attempt as failed, however the program ends, because another rank is dead."""

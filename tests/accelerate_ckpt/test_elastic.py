@@ -132,7 +132,6 @@ def test_a_rest_of_an_epoch_is_resumed_exactly(stages: Stage) -> None:
             assert got[cell]["warned"] == []
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     "sizes",
     [(2, 3), pytest.param((3, 1), marks=pytest.mark.extended)],

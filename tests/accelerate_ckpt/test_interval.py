@@ -58,7 +58,6 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.startswith("."))
 
 
-@pytest.mark.extended
 def test_ranks_save_by_themselves_and_resume_exactly(ranks: Ranks, tmp_path: Path) -> None:
     options = {"resume": "auto"}
     whole = run(ranks, tmp_path / "whole", 2, 130, options=options)

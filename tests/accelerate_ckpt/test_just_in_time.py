@@ -255,7 +255,6 @@ def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("killed", "point"),
     [([1, 2], 7), *[pytest.param([rank], 7, marks=pytest.mark.slow) for rank in (0, 3)],

@@ -398,7 +398,6 @@ def _evaluates_worse(trainer: Trainer, losses: Iterator[int], *_: Any, **__: Any
     return metrics
 
 
-@pytest.mark.extended
 @pytest.mark.extended_cells("0")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_masks_that_a_collator_of_transformers_draws_from_its_own_seed_continue(tmp_path: Path, workers: int) -> None:

@@ -394,7 +394,6 @@ STREAM = """
 """
 
 
-@pytest.mark.extended
 @pytest.mark.extended_cells("7-6", "9-8")
 @pytest.mark.parametrize(("kill", "step"), [(7, 6), (9, 8), (11, 10)])
 def test_a_stream_without_a_length_continues_in_the_pass_that_it_was_in(

@@ -320,7 +320,9 @@ def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(ranks: Ranks, tmp
 
 def test_a_start_that_loads_again_and_again_is_one_attempt(ranks: Ranks, tmp_path: Path) -> None:
     loading = """
-        accelerator = attach(Accelerator(), strategy="sync", resume="auto", checkpoint_dir=folder)
+        accelerator = attach(
+            Accelerator(), strategy="sync", resume="auto", checkpoint_dir=folder, resume_attempts=attempts
+        )
         resumed = []
         for batch_size in (64, 32, 16, 8, 4):  # find_executable_batch_size
             accelerator.free_memory()
@@ -336,9 +338,11 @@ def test_a_start_that_loads_again_and_again_is_one_attempt(ranks: Ranks, tmp_pat
         os._exit(0)
     """
     folder = str(tmp_path / "run")
-    ranks.run(loading, 1, folder=folder)
-    (result,) = ranks.run(loading, 1, folder=folder)
+    ranks.run(loading, 1, folder=folder, attempts=1)
+    (result,) = ranks.run(loading, 1, folder=folder, attempts=1)
     assert result.told["resumed"] == [f"{folder}/step_2"] * 5
+    (result,) = ranks.run(loading, 1, folder=folder, attempts=1)
+    assert result.told["resumed"] == [f"{folder}/step_1"] * 5
 
 
 @pytest.mark.parametrize(

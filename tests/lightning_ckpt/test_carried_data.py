@@ -326,7 +326,6 @@ def test_generators_that_are_made_in_workers(persistent: bool, tmp_path: Path) -
     assert found == expected
 
 
-@pytest.mark.extended
 def test_generators_in_workers_that_are_too_many_to_record_are_said(tmp_path: Path) -> None:
     class Many(InWorkers):
         def __getitem__(self, index: int) -> Any:

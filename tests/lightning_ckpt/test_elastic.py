@@ -109,7 +109,6 @@ def test_open_window_of_the_users_own_is_carried(runs: Runs, tmp_path: Path) -> 
     assert sum(used(found).values()) == HERE - 5 * 8 and max(used(found).values()) == 1
 
 
-@pytest.mark.extended
 def test_saved_at_the_end_of_an_epoch_the_next_one_is_whole(runs: Runs, tmp_path: Path) -> None:
     for hook, count in (("on_train_epoch_end", 1), ("on_train_batch_end", 8)):
         directory = tmp_path / hook

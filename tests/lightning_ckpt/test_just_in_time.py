@@ -140,7 +140,6 @@ def test_survivors_of_hsdp_save_a_shard_each(job: Job, tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "just-in-time-step=6.ckpt").is_dir()
 
 
-@pytest.mark.extended
 def test_a_shard_that_nobody_holds_is_said_and_the_last_checkpoint_taken(job: Job, tmp_path: Path) -> None:
     spec = {"settings": {**SETTINGS, "every_n_train_steps": 3}, **HSDP}
     signals = [[rank, "SIGKILL", BACKWARD, 5] for rank in (1, 3)]

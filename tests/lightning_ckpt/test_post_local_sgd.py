@@ -88,7 +88,6 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert_goes_on(runs, saved, path, whole(io, ranks), BETWEEN, ranks=ranks, io=io)
 
 
-@pytest.mark.extended
 @pytest.mark.extended_cells("AsyncCheckpointIO-2-8", "ShardedCheckpointIO-3-7")
 @pytest.mark.parametrize(
     ("io", "ranks", "step"),
@@ -149,7 +148,6 @@ def test_another_number_of_ranks_goes_on_with_the_mean_and_says_so(
         assert len({str(state["weights"]) for state in after(resumed, 11)}) == 3
 
 
-@pytest.mark.extended
 def test_a_save_after_the_fit_has_the_ranks_own(runs: Runs, whole: Callable[..., Whole], tmp_path: Path) -> None:
     saved, io = tmp_path / "saved", "AsyncCheckpointIO"
     runs.run(saved, "first", io=io, steps=BETWEEN, after_fit=True)

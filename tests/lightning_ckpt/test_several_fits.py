@@ -65,7 +65,6 @@ def test_a_later_fit_without_its_checkpoint_is_said(tmp_path: Path) -> None:
     assert "an earlier fit of this Trainer had nothing left to train" in warned[0]
 
 
-@pytest.mark.extended
 def test_an_evaluation_between_two_fits_is_said(tmp_path: Path) -> None:
     def evaluate(model: Model, trainer: pl.Trainer) -> Model:
         trainer.validate(model, DataLoader(Samples(8), batch_size=4), verbose=False)

@@ -313,7 +313,6 @@ def test_each_rank_of_fsdp_continues_with_its_own_statistics(job: Job, tmp_path:
         assert (found["weights"], found["warnings"]) == (expected["weights"], [])
 
 
-@pytest.mark.extended
 def test_open_window_that_is_not_kept_is_told(runs: Runs, tmp_path: Path) -> None:
     trainer = {"max_steps": 4, "accumulate_grad_batches": 3}
     directory = tmp_path / "run"

@@ -134,7 +134,6 @@ def test_a_first_save(engine: Engine, tmp_path: Path) -> None:
     assert count >= 6
 
 
-@pytest.mark.sampled(1)
 def test_a_save_over_an_old_one(engine: Engine, tmp_path: Path) -> None:
     def act(checkpointer: Any, root: Path) -> None:
         engine.save(checkpointer, 2, root / "a.ckpt")

@@ -106,7 +106,6 @@ def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path, monkeypatch
     assert interrupted > 50
 
 
-@pytest.mark.extended
 def test_ctrl_c_at_any_line_leaves_no_live_tensors_that_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

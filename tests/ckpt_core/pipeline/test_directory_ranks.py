@@ -622,7 +622,6 @@ checkpointer.save(parts(rank, 1), "run/a")
 )
 
 
-@pytest.mark.extended
 def test_processes_end_when_their_save_is_there(run_script: ScriptRunner, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(EXIT)
     done = run_script(tmp_path / "script.py")

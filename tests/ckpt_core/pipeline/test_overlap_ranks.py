@@ -120,7 +120,6 @@ os._exit(0)  # gloo now and then aborts a process that has done all its work
 """
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.extended_cells("hsdp", "tp")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp"])
 def test_every_rank_saves_the_state_of_its_step_and_resumes_from_it(
