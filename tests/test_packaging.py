@@ -165,6 +165,7 @@ def test_importing_the_engine_imports_no_framework(run_script) -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.extended
 def test_importing_it_warns_of_nothing(run_script) -> None:
     done = run_script(
         """

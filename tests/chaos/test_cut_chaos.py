@@ -158,6 +158,7 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_used(
     assert f"passed over the checkpoint {newest}" in caplog.text
 
 
+@pytest.mark.extended
 @pytest.mark.extended_cells("unaligned")
 @pytest.mark.parametrize("alignment", ["unaligned", "aligned"])
 def test_every_checkpoint_is_the_replay_of_the_recorded_order_bit_for_bit(tmp_path: Path, alignment: str) -> None:

@@ -15,6 +15,7 @@ from tests.support.accelerators import Accelerator
 TINY = ["--no-tests", "--gigabytes", "0.002", "--steps", "4", "--every", "1", "--step-ms", "0", "--batch", "2"]
 
 
+@pytest.mark.extended
 def test_one_table_says_what_saves_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], accelerator: Accelerator
 ) -> None:

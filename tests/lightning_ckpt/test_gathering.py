@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
+import pytest
 import torch
 
 from lightning_ckpt._routing.gathering import on_host
 from tests.support.accelerators import Accelerator
 
 
+@pytest.mark.extended
 def test_kinds_of_users_stay_what_they_are(accelerator: Accelerator) -> None:
     tensor = torch.ones(2, device=accelerator.type)
     given = {"counts": Counter("aab"), "order": OrderedDict(a=1), "parts": [tensor, (1, 2)]}

@@ -93,6 +93,7 @@ def train(job: Job, transport: Transport, coordinator: str) -> None:
     assert client.upcoming is None
 
 
+@pytest.mark.extended
 def test_trainers_are_killed_resumed_and_replayed(tmp_path: Path) -> None:
     options = CutOptions(record_order=True)
     job = Job(str(tmp_path / "checkpoints"), epochs=2, samples=480, every=0.2, keep=1000, options=options)

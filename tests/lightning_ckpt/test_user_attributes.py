@@ -776,6 +776,7 @@ def test_a_number_of_an_earlier_release_that_is_a_buffer_now_is_left_alone(tmp_p
     assert float(model.scale) == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("accelerator", [SIMULATED], indirect=True)
 def test_what_a_look_could_not_wait_for_is_not_said_to_differ(
     tmp_path: Path, accelerator: SimulatedAccelerator
