@@ -14,7 +14,7 @@ help:
 	@echo "make venv        set up .venv with the pinned versions (the others do it when it is missing or out of date)"
 	@echo "make demo        train, kill and resume a small GPT; the picture and the page go to demo_output/"
 	@echo "make check       format, style, types and the tests that start no process: two minutes"
-	@echo "make test        each behaviour once, a few cells of long lists: about 15 minutes; ARGS='-k name' picks some"
+	@echo "make test        each behaviour once, a few cells of long lists: 15 to 25 minutes; ARGS='-k name' picks some"
 	@echo "make test MARKS='not slow'  all tests but the slow ones: about twice as long"
 	@echo "make test-all    all tests, after installing servers and trackers that they need (root, Debian's packages, npm)"
 	@echo "make test-wheel  build the wheel, install it into an empty environment, and test it there without the sources"
