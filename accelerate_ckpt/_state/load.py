@@ -54,7 +54,10 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 _INEXACT = "not exact, see the warning"
 _IF_AS_READ = "exact if data that is read again is as it was, which is compared"
-_LEFT_OUT = "under FSDP, one optimizer for each model is saved, as in Accelerate: further ones begin anew"
+_LEFT_OUT = (
+    "under FSDP, one optimizer for each model is saved, as in Accelerate: further ones begin anew (give one optimizer "
+    "several groups)"
+)
 _LOADERS_STAY = "loaders stay where they are, because this process has trained"
 _BUT_AN_END = (
     ", but it was saved in the body of an epoch's last batch: a script that begins with the next epoch does not "

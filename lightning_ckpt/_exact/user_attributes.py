@@ -206,13 +206,11 @@ class UserAttributes(Live):
                 by_hooks = path in made or path in self._by_hooks_before.get(name, {})
                 if path in made_by_steps[name] or (not looks and path in kept) or (not in_epoch and by_hooks):
                     continue
-                if _is_in_extra_state(owner, path):
-                    continue
                 look = (name, path, ends and path in new)  # code that reads one that does not exist fails
                 is_as_begun = digest in (start.get(path), begun.get(path), made.get(path))
                 if not is_as_begun and look not in self._looked_at:
                     self._looked_at.add(look)
-                    lost.append(path)
+                    lost += [] if _is_in_extra_state(owner, path) else [path]
             if lost and self._trainer.is_global_zero:
                 values = self._plain[name].values()
                 found_lost = [(_kinds(owner, path), path, values.get(path)) for path in lost]

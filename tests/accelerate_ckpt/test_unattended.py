@@ -91,7 +91,6 @@ def run(ranks: Ranks, folder: Path, world_size: int = 1, **names: Any) -> list[R
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("False")
 @pytest.mark.parametrize("tiered", [False, True])
 def test_a_bucket_that_does_not_exist_is_told_before_training(
     ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server], tiered: bool
@@ -343,6 +342,24 @@ def test_a_start_that_loads_again_and_again_is_one_attempt(ranks: Ranks, tmp_pat
     assert result.told["resumed"] == [f"{folder}/step_2"] * 5
     (result,) = ranks.run(loading, 1, folder=folder, attempts=1)
     assert result.told["resumed"] == [f"{folder}/step_1"] * 5
+
+
+def test_attempts_are_counted_in_the_directory_of_their_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    loading = """
+        accelerator = attach(Accelerator(project_dir=folder), strategy="sync", resume="auto")
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for root in (folder, other):
+            accelerator.project_configuration.set_directories(root)
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            accelerator.save_state(f"{root}/checkpoints/step_1")
+            accelerator.load_state()
+        os._exit(0)
+    """
+    roots = [tmp_path / "one", tmp_path / "other"]
+    ranks.run(loading, 1, folder=str(roots[0]), other=str(roots[1]))
+    assert all((root / "checkpoints" / ".ckpt-resumes.json").exists() for root in roots)
 
 
 @pytest.mark.parametrize(

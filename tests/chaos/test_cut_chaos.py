@@ -133,7 +133,6 @@ def test_a_frozen_worker_stops_snapshots_and_not_the_others(tmp_path: Path) -> N
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("1-1")
 @pytest.mark.parametrize(("workers", "shards"), [(5, 3), (1, 1)])
 def test_another_number_of_workers_and_shards_goes_on(tmp_path: Path, workers: int, shards: int) -> None:
     job = Job(str(tmp_path / "checkpoints"), epochs=2, samples=480)
@@ -159,7 +158,6 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_used(
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("unaligned")
 @pytest.mark.parametrize("alignment", ["unaligned", "aligned"])
 def test_every_checkpoint_is_the_replay_of_the_recorded_order_bit_for_bit(tmp_path: Path, alignment: str) -> None:
     options = CutOptions(alignment=alignment, record_order=True)  # type: ignore[arg-type]

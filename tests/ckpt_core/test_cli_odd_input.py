@@ -505,7 +505,6 @@ def test_a_terminal_has_colours_unless_they_are_not_wanted(
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("home")
-@pytest.mark.extended_cells("utf-8")
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_latest_prints_the_bytes_of_a_name_whatever_the_encoding(encoding: str) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}

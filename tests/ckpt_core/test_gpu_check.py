@@ -71,7 +71,6 @@ def test_where_there_is_no_accelerator_one_line_says_so(
 
 
 @pytest.mark.extended
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fails", [False, True])
 def test_in_a_clone_the_tests_that_need_an_accelerator_are_run_first(
     fails: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], accelerator: Accelerator

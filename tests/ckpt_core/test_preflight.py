@@ -56,7 +56,6 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("own", "no restarts")
 @pytest.mark.parametrize(
     ("restarts", "own_store", "times"), [(1, "0", 1), (1, "1", 0), (0, "0", 0)], ids=["shared", "own", "no restarts"]
 )

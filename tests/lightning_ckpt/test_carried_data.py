@@ -313,7 +313,6 @@ def test_in_workers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("True")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_generators_that_are_made_in_workers(persistent: bool, tmp_path: Path) -> None:
     make = loader_of(

@@ -91,7 +91,6 @@ PLUGINS: dict[str, Any] = {
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("none", "sharded")
 @pytest.mark.parametrize("plugin", ["none", "async", "sharded", pytest.param("sync", marks=pytest.mark.slow)])
 def test_everything_in_a_fit_can_be_copied(tmp_path: Path, plugin: str) -> None:
     ends = []

@@ -73,7 +73,6 @@ def test_a_rank_that_is_lost_before_the_hooks_of_an_epochs_end_meet_is_said(job:
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("at the end of an epoch")
 @pytest.mark.parametrize("every", [2, 3], ids=["within an epoch", "at the end of an epoch"])
 def test_rank_1_is_killed_before_its_first_note_of_a_resumed_start(job: Job, tmp_path: Path, every: int) -> None:
     spec = {"settings": {**SETTINGS, "every_n_train_steps": every}, "own_generators": True}

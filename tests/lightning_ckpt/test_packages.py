@@ -258,7 +258,6 @@ def test_a_configuration_says_on_what_to_save_and_end_as_a_program_does(
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("lightning.pytorch")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_messages_stay_with_the_logger_of_the_package_that_is_used(package: str, fork_script: ScriptRunner) -> None:
     code = f"""

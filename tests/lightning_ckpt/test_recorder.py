@@ -242,7 +242,6 @@ def test_another_batch_is_said_when_it_is_read_again(fork_script: ScriptRunner, 
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("loader: stream global")
 @pytest.mark.parametrize("name", ["loader: stream noise", "loader: stream global"])
 def test_a_stream_that_draws_and_is_read_again_as_it_was_gives_no_warning(
     fork_script: ScriptRunner, tmp_path: Path, name: str
@@ -320,7 +319,6 @@ def test_an_epoch_with_fewer_batches_is_said(fork_script: ScriptRunner, tmp_path
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("callback: lambda that doubles the batch")
 @pytest.mark.parametrize("name", ["callback: lambda that doubles the batch", "model: carries a hidden state"])
 def test_what_hooks_of_an_epochs_start_set_is_not_missed(fork_script: ScriptRunner, tmp_path: Path, name: str) -> None:
     (found,) = judged(fork_script, tmp_path, name, END)

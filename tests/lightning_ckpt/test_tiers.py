@@ -222,7 +222,6 @@ def test_last_and_best_on_an_empty_disk(kind: Any, bucket: Bucket, tmp_path: Pat
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("SyncCheckpointIO")
 @pytest.mark.parametrize("kind", [SyncCheckpointIO, ShardedCheckpointIO])
 def test_little_room_on_the_local_disk(kind: Any, bucket: Bucket, tmp_path: Path) -> None:
     fit(bucket, tmp_path, kind, keep_local=1)

@@ -352,7 +352,6 @@ print((peak() - before) / size)
 
 
 @pytest.mark.extended
-@pytest.mark.extended_cells("sync")
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_extra_memory_is_bounded_whatever_the_number_of_saves(
     strategy: str, run_script: ScriptRunner, tmp_path: Path

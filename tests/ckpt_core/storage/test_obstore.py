@@ -327,7 +327,6 @@ def test_pieces_of_any_size(backend: str, size: int, server_of: ServerOf) -> Non
 
 
 @pytest.mark.extended
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_memory_does_not_grow_with_the_object(backend: str, server_of: ServerOf) -> None:
     server = server_of("ceph")
